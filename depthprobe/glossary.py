@@ -1,0 +1,259 @@
+"""Every metric that depthprobe reports: its name, its formula, where it comes from and how to read it.
+
+The one registry: tables take their names from here, figures their captions, `depthprobe metrics` its text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["METRICS", "NOTATION", "Metric", "lookup"]
+
+Table = Literal["layers", "pairs", "report"]
+
+NOTATION = """\
+x_l   residual stream that block l reads, l = 0 … L-1; x_L is what the last block writes, before the final norm
+u     branch: what a unit adds to the stream, after any norm, scale or gate on the branch
+s     the state that a branch is added to (x_l for attention, x_l + a_l for a sequential MLP); y = s + u
+Δ_l   x_{l+1} - x_l, the net change over block l, whatever the placement of its norms
+F_l   the block as an update, F_l(x) = f_l(x) - x, where f_l is the block as a function
+unit  what a row counts: block, attention or mlp; for blocks u is Δ_l and s is x_l
+
+A per-token quantity is averaged over a sequence's tokens (a median: taken), then over sequences. Intervals are 95 %
+bootstraps over sequences, clustered by document where there are documents. Position 0 is left out by default."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One entry of the glossary.
+
+    Attributes:
+        name: the name in every table and file.
+        title: what it is, in a few words.
+        formula: the definition, in the notation above.
+        reading: one sentence on how to read it.
+        source: where the definition comes from, empty if it is elementary.
+        table: the table that carries it (`layers`, `pairs`), or `report` for one value a model.
+    """
+
+    name: str
+    title: str
+    formula: str
+    reading: str
+    source: str = ""
+    table: Table = "layers"
+
+
+_ALL = (
+    Metric(
+        "residual_norm",
+        "norm of the residual stream",
+        "‖x_l‖₂; rows for l = 0 … L, x_L before the final norm",
+        "A stream that grows with depth makes updates of equal size matter ever less.",
+        "Xiong et al. 2020, lemma 2",
+    ),
+    Metric(
+        "residual_norm_median",
+        "median norm of the residual stream",
+        "median over tokens of ‖x_l‖₂, then the mean over sequences",
+        "Far below the mean: a few tokens carry most of the norm.",
+        "Xiong et al. 2020, lemma 2",
+    ),
+    Metric("residual_rms", "size of one dimension of the stream", "‖x_l‖₂ / √d", "Comparable between widths."),
+    Metric(
+        "update_norm",
+        "norm of the update",
+        "‖u‖₂ (block: ‖Δ_l‖₂)",
+        "Constant over depth is the premise of 'the stream grows while updates do not'.",
+    ),
+    Metric(
+        "update_ratio",
+        "size of the update against the stream",
+        "‖u‖ / ‖s‖ (block: ‖Δ_l‖ / ‖x_l‖), per token, then averaged",
+        "Near 0 the unit hardly changes the stream; above 1 it overwrites it.",
+        "Csordás et al. 2025",
+    ),
+    Metric(
+        "update_ratio_median",
+        "median size of the update against the stream",
+        "median over tokens of ‖u‖ / ‖s‖, then the mean over sequences",
+        "The ratio of a typical token; far below the mean if a few tokens change a lot.",
+        "Csordás et al. 2025",
+    ),
+    Metric(
+        "update_share",
+        "share of the update in the result",
+        "⟨u, y⟩ / ‖y‖²; with the stream's ⟨s, y⟩ / ‖y‖² it sums to 1",
+        "0: the result is all stream; 1: all update; negative: the update erases.",
+        "Liu et al. 2020 (Admin)",
+    ),
+    Metric(
+        "update_energy_share",
+        "energy of the update in the result",
+        "β² = ‖u‖² / ‖y‖²",
+        "Admin's dependency on the branch: large values amplify perturbations of the weights.",
+        "Liu et al. 2020 (Admin)",
+    ),
+    Metric(
+        "update_alignment",
+        "direction of the update against the stream",
+        "cos(u, s) (block: cos(Δ_l, x_l))",
+        "Negative: the unit erases; positive: it reinforces; 0: it adds something new.",
+        "Csordás et al. 2025",
+    ),
+    Metric(
+        "cosine_adjacent",
+        "similarity of neighbouring states",
+        "cos(x_l, x_{l+1})",
+        "Near 1 the block leaves the direction of the stream as it was; a few large dimensions can fake that.",
+    ),
+    Metric(
+        "cosine_adjacent_centred",
+        "similarity of neighbouring states, centred",
+        "cos(x_l - μ_l, x_{l+1} - μ_{l+1}), μ the corpus mean of each state over the kept positions",
+        "What is left of the similarity once the part that all tokens share is taken away.",
+    ),
+    Metric(
+        "cosine_adjacent_standardised",
+        "similarity of neighbouring states, each dimension by its own spread",
+        "cos((x_l - μ_l) / σ_l, (x_{l+1} - μ_{l+1}) / σ_{l+1}), μ and σ over the kept positions, a dimension each",
+        "No dimension dominates: much below cosine_adjacent means that a few large ones made that near 1.",
+    ),
+    Metric(
+        "block_influence",
+        "block influence",
+        "1 - cos(x_l, x_{l+1})",
+        "The published score for which block to drop first: lowest is least.",
+        "Men et al. 2024 (ShortGPT)",
+    ),
+    Metric(
+        "update_cosine_next",
+        "similarity of neighbouring updates",
+        "cos(u_l, u_{l+1}), the same unit of two neighbouring blocks",
+        "Positive: the next block continues this one's work; negative: it takes it back.",
+    ),
+    Metric(
+        "cka_adjacent",
+        "linear CKA of neighbouring states, debiased",
+        "HSIC(x_l, x_{l+1}) / √(HSIC(x_l, x_l) HSIC(x_{l+1}, x_{l+1})), unbiased linear HSIC over the kept tokens",
+        "1: the same geometry up to rotation and scale. Dominated by the directions of the largest variance.",
+        "Kornblith et al. 2019; unbiased estimator of Song et al. 2012",
+    ),
+    Metric(
+        "linearity",
+        "how linear the block is as a map",
+        "held-out R² of a ridge map x_l → x_{l+1}, both centred and Frobenius-normalised",
+        "Near 1 means little where the block changes little: read linearity_update beside it.",
+        "after Razzhigaev et al. 2024, whose score is in-sample",
+    ),
+    Metric(
+        "linearity_update",
+        "how linear the block's update is",
+        "held-out R² of a ridge map x_l → Δ_l, both centred and Frobenius-normalised",
+        "Near 1: a matrix could replace the block on this corpus; near 0: its work is not linear.",
+        "after Razzhigaev et al. 2024, whose score is in-sample",
+    ),
+    Metric(
+        "interaction_error",
+        "how much the next block needs this one's update",
+        "‖F_{l+1}(x_{l+1}) - F_{l+1}(x_l)‖ / ‖F_{l+1}(x_{l+1})‖",
+        "Near 0: the next block would do the same without having seen this one, so the two are one wider layer.",
+    ),
+    Metric(
+        "interaction_cosine",
+        "direction of the next block's update without this one's",
+        "cos(F_{l+1}(x_{l+1}), F_{l+1}(x_l))",
+        "Near 1: the next block's update keeps its direction when this block's is hidden from it.",
+    ),
+    Metric(
+        "interaction_error_control",
+        "the same for a foreign update of equal size and angle",
+        "interaction_error with x_l replaced by x_{l+1} - Δ', Δ' = ‖Δ_l‖ (c x̂ + √(1-c²) ŵ), "
+        "c = cos(Δ_l, x_{l+1}), x̂ = x_{l+1}/‖x_{l+1}‖, ŵ another token's Δ_l made orthogonal to x̂",
+        "The true error below the control: the next block is less sensitive to this block's update than to any other.",
+    ),
+    Metric(
+        "lens_loss",
+        "logit lens: loss",
+        "cross-entropy, in nats, of the readout of x_l through the model's own final norm and head",
+        "Where it stops falling, later blocks no longer improve the prediction as the head reads it.",
+        "logit lens (nostalgebraist 2020)",
+    ),
+    Metric(
+        "lens_kl",
+        "logit lens: distance to the final prediction",
+        "KL(p_L ‖ p_l), in nats, between the readouts of x_L and x_l",
+        "0 at the end by definition; a late fall means that the prediction is made late.",
+        "logit lens (nostalgebraist 2020)",
+    ),
+    Metric(
+        "lens_top1",
+        "logit lens: agreement with the final prediction",
+        "share of positions where the readouts of x_l and x_L have the same most likely token",
+        "1 at the end by definition.",
+        "logit lens (nostalgebraist 2020)",
+    ),
+    Metric(
+        "angular_distance",
+        "angle between two states",
+        "arccos(cos(x_i, x_j)) / π",
+        "0: the same direction; 0.5: orthogonal. A dark block off the diagonal could be dropped as one.",
+        "Gromov et al. 2024",
+        "pairs",
+    ),
+    Metric("cosine", "similarity of two states", "cos(x_i, x_j)", "1: the same direction.", "", "pairs"),
+    Metric(
+        "cross_share",
+        "share of the growth that comes from aligned updates",
+        "2 Σ ⟨u, s⟩ / (‖x_L‖² - ‖x_0‖²), from ‖x_L‖² = ‖x_0‖² + Σ ‖u‖² + 2 Σ ⟨u, s⟩",
+        "0: uncorrelated updates, growth like √l; towards 1: aligned updates, growth like l.",
+        "",
+        "report",
+    ),
+    Metric(
+        "growth_power",
+        "exponent of the stream's growth",
+        "slope of log ‖x_l‖ on log l, l = 1 … L",
+        "0.5: uncorrelated updates of equal size; 1: aligned ones; only meaningful where the power law fits.",
+        "",
+        "report",
+    ),
+    Metric(
+        "growth_rate",
+        "growth of the stream a block",
+        "exp of the slope of log ‖x_l‖ on l, l = 0 … L",
+        "1.045: the stream grows by 4.5 % a block (published for GPT-2 XL).",
+        "Heimersheim and Turner 2023",
+        "report",
+    ),
+    Metric(
+        "update_growth_rate",
+        "growth of the updates a block",
+        "exp of the slope of log ‖Δ_l‖ on l, l = 0 … L-1",
+        "1: updates of constant size, the premise of the claim; above 1: later blocks write more.",
+        "",
+        "report",
+    ),
+)
+
+METRICS: dict[str, Metric] = {metric.name: metric for metric in _ALL}
+
+
+def lookup(name: str) -> Metric:
+    """The entry of that name.
+
+    Raises:
+        UsageError: no metric has that name; the message lists the closest ones.
+    """
+    from difflib import get_close_matches
+
+    from depthprobe.errors import UsageError
+
+    if name in METRICS:
+        return METRICS[name]
+    near = get_close_matches(name, METRICS, n=3, cutoff=0.4)
+    raise UsageError(
+        f"no metric is called {name!r}",
+        fix=f"did you mean {' or '.join(near)}?" if near else "`depthprobe metrics` lists them",
+    )
