@@ -1,0 +1,116 @@
+"""The report's folder: checked before the measuring, then written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from depthprobe.errors import OutputError, UsageError
+from depthprobe.report import figures, html
+from depthprobe.report.schema import Report
+
+__all__ = ["check_writable", "save"]
+
+_ROOM = 16 * 2**20  # a report of 100 blocks takes about 5 MB, and is there twice while it is written
+_ELSEWHERE = "choose another folder with --out"
+
+
+def check_writable(directory: str | Path) -> None:
+    """Find out, before a long measurement, whether a report can be written to `directory`; leaves nothing behind.
+
+    Raises:
+        OutputError: the path is a file or lies below one, the place is read-only, or its disk is full.
+    """
+    target = Path(directory)
+    with _errors(target):
+        home = _nearest(target)
+        probe = home / f".depthprobe-{uuid.uuid4().hex}"
+        try:
+            probe.write_bytes(b"\0")
+        finally:
+            probe.unlink(missing_ok=True)
+        free = shutil.disk_usage(home).free
+    if free < _ROOM:
+        found = f"no space for a report in {target}: {free / 2**20:.1f} MiB free"
+        raise OutputError(found, f"{_ROOM // 2**20} MiB", f"make room or {_ELSEWHERE}")
+
+
+def save(report: Report, directory: Path, figure_format: str = "png") -> Path:
+    """What `Report.save` does."""
+    if figure_format not in ("png", "svg"):
+        raise UsageError(f"figures cannot be written as {figure_format!r}", "png or svg", "pass one of the two")
+    contents = {
+        "report.json": report.to_json().encode(),
+        "layers.csv": report.layers.to_csv(index=False, lineterminator="\n").encode(errors="backslashreplace"),
+        "pairs.csv": report.pairs.to_csv(index=False, lineterminator="\n").encode(errors="backslashreplace"),
+    }
+    for name in figures.available(report):
+        contents[f"figures/{name}.{figure_format}"] = figures.render(report, name, figure_format)
+    contents["report.html"] = html.page(report).encode(errors="backslashreplace")
+    with _errors(directory):
+        _write(contents, directory)
+    return directory / "report.html"
+
+
+def _write(contents: dict[str, bytes], directory: Path) -> None:
+    """Write everything into a folder on the same disk first, so that what can fail fails before anything is replaced."""
+    exists = directory.is_dir()
+    home = _nearest(directory)
+    above = [path for path in directory.absolute().parents if not path.exists()]
+    staging = home / f".depthprobe-{uuid.uuid4().hex}"
+    for name in contents:
+        if (directory / name).is_dir():
+            raise OutputError(f"{directory / name} is a folder", "a file or nothing", f"move it away or {_ELSEWHERE}")
+    try:
+        for name, content in contents.items():
+            path = staging / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        if exists:
+            (directory / "figures").mkdir(exist_ok=True)
+            for name in contents:
+                os.replace(staging / name, directory / name)
+            stale = {f"figures/{name}.{kind}" for name in figures.NAMES for kind in ("png", "svg")} - set(contents)
+            for name in stale:
+                (directory / name).unlink(missing_ok=True)
+        else:
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(staging, directory)
+    except BaseException:
+        with suppress(OSError):
+            for path in above:
+                path.rmdir()
+        raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _nearest(directory: Path) -> Path:
+    """The folder itself, or the closest one above it that exists.
+
+    Raises:
+        OutputError: what exists there is not a folder.
+    """
+    path = directory.absolute()
+    while not path.exists():
+        path = path.parent
+    if not path.is_dir():
+        raise OutputError(f"{path} is a file", "a folder, or a path that does not exist yet", _ELSEWHERE)
+    return path
+
+
+@contextmanager
+def _errors(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        found = f"cannot write a report to {directory}: {reason}"
+        raise OutputError(found, "a folder that can be written", _ELSEWHERE) from None

@@ -1,0 +1,208 @@
+"""The report as data: one frozen dataclass that goes to JSON and back without losing a digit."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+
+from depthprobe.errors import NonFiniteError, OutputError
+
+__all__ = ["LAYER_COLUMNS", "PAIR_COLUMNS", "SCHEMA_VERSION", "Report"]
+
+SCHEMA_VERSION = 1
+LAYER_COLUMNS = {
+    "layer": "int64",
+    "unit": "str",
+    "metric": "str",
+    "value": "float64",
+    "ci_low": "float64",
+    "ci_high": "float64",
+    "n": "int64",
+}
+PAIR_COLUMNS = {
+    "i": "int64",
+    "j": "int64",
+    "metric": "str",
+    "value": "float64",
+    "ci_low": "float64",
+    "ci_high": "float64",
+    "n": "int64",
+}
+_AGAIN = "run `depthprobe analyze` again to write a new report"
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """Everything that one analysis of one model says.
+
+    Attributes:
+        model: name, source, format, revision, architecture, parameters, dtype, device, blocks (L), width (d), inputs,
+            objective (`causal`, `masked` or None), vocab_size, notes.
+        corpus: name, sha256, sequences, tokens (per sequence), documents, bos, first_ids, first_tokens, skip_first,
+            notes.
+        anatomy: summary, block_list, parallel, blocks (each with index, attention and mlp, which are None where they
+            were not found and otherwise hold placement, module, scale and skip_scale), notes.
+        verification: one dict a check: name, what (a sentence), value, floor, passed, level (`model`, `sublayers`,
+            `readout`).
+        layers: the rows of `layers.csv`: layer, unit, metric, value, ci_low, ci_high, n (sequences).
+        pairs: the rows of `pairs.csv`: i, j, metric, value, ci_low, ci_high, n (sequences).
+        growth: cross_share, growth_power, growth_rate, update_growth_rate, each with value, ci_low and ci_high or
+            None; r2_power, r2_rate; decomposition, a list of layer, stream, start, updates, cross in squared norms.
+        sinks: positions whose norm exceeds 50 times the median of its layer: position, sequences, first_layer,
+            last_layer, max_norm, max_ratio.
+        skipped: what leaving out the first positions changed: metric, layer, unit, without, including.
+        resolution: half precision only: metric → the value that rounding alone gives it.
+        cost: forward_passes, block_evaluations, seconds.
+        run: command, seed, depthprobe, versions, machine, options, created (ISO, UTC).
+        notes: plain sentences on what was left out, and why.
+    """
+
+    model: dict[str, Any]
+    corpus: dict[str, Any]
+    anatomy: dict[str, Any]
+    verification: list[dict[str, Any]]
+    layers: pd.DataFrame
+    pairs: pd.DataFrame
+    growth: dict[str, Any]
+    sinks: list[dict[str, Any]]
+    skipped: list[dict[str, Any]]
+    resolution: dict[str, float]
+    cost: dict[str, Any]
+    run: dict[str, Any]
+    notes: list[str]
+
+    def to_frame(self) -> pd.DataFrame:
+        """A copy of the per-layer table: columns layer, unit, metric, value, ci_low, ci_high, n."""
+        return self.layers.copy()
+
+    def to_json(self) -> str:
+        """The whole report as JSON text, which `from_json` reads back; an interval that is not finite becomes null.
+
+        Raises:
+            NonFiniteError: a value in `layers` or `pairs` is infinite or not a number.
+        """
+        document: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, pd.DataFrame):
+                self._check_finite(field.name, value)
+                value = {"columns": list(value.columns), "rows": value.to_numpy(dtype=object).tolist()}
+            document[field.name] = _plain(value)
+        return json.dumps(document, indent=1, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "the report") -> Report:
+        """The report that `to_json` wrote.
+
+        Args:
+            text: JSON text.
+            source: what to call it in an error message.
+
+        Raises:
+            OutputError: not JSON, not a report, or a report of another schema version.
+        """
+        try:
+            document = json.loads(text)
+        except ValueError as error:
+            raise OutputError(f"{source} is not JSON: {error}", fix=_AGAIN) from None
+        if not isinstance(document, dict) or "schema_version" not in document:
+            raise OutputError(f"{source} is not a depthprobe report", "a field `schema_version`", _AGAIN)
+        if document["schema_version"] != SCHEMA_VERSION:
+            found = f"{source} has schema version {document['schema_version']!r}"
+            raise OutputError(found, str(SCHEMA_VERSION), "read it with the depthprobe that wrote it, or analyze again")
+        values: dict[str, Any] = {}
+        for field in fields(cls):
+            if field.name not in document:
+                raise OutputError(f"{source} has no field {field.name!r}", fix=_AGAIN)
+            value = document[field.name]
+            if field.name in ("layers", "pairs"):
+                value = _frame(value, LAYER_COLUMNS if field.name == "layers" else PAIR_COLUMNS, source, field.name)
+            elif not isinstance(value, dict if str(field.type).startswith("dict") else list):
+                raise OutputError(f"field {field.name!r} of {source} is a {type(value).__name__}", fix=_AGAIN)
+            values[field.name] = value
+        return cls(**values)
+
+    def save(self, directory: str | Path, figures: Literal["png", "svg"] = "png") -> Path:
+        """Write report.html, report.json, layers.csv, pairs.csv and figures/ into `directory`, all or nothing.
+
+        Args:
+            directory: made if it is missing; files of other names in it stay as they are.
+            figures: format of the files in figures/; the page carries its own copies.
+
+        Returns:
+            The path of report.html.
+
+        Raises:
+            NonFiniteError: a value in a table is not finite.
+            OutputError: the directory cannot be written; nothing is left behind.
+            UsageError: `figures` is neither png nor svg.
+        """
+        from depthprobe.report import files
+
+        return files.save(self, Path(directory), figures)
+
+    @classmethod
+    def load(cls, directory: str | Path) -> Report:
+        """Read back what `save` wrote: a report's folder, or its report.json.
+
+        Raises:
+            OutputError: there is no report, or it cannot be read.
+        """
+        path = Path(directory)
+        path = path / "report.json" if path.is_dir() else path
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise OutputError(f"no report at {path}", "a folder that `save` wrote", _AGAIN) from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise OutputError(f"cannot read {path}: {error}", fix=_AGAIN) from None
+        return cls.from_json(text, str(path))
+
+    def _repr_html_(self) -> str:
+        from depthprobe.report import html
+
+        return html.fragment(self)
+
+    def __repr__(self) -> str:
+        blocks, rows = self.model.get("blocks"), len(self.layers)
+        return f"Report({self.model.get('name')!r}, blocks={blocks}, layers={rows} rows, pairs={len(self.pairs)} rows)"
+
+    def _check_finite(self, table: str, frame: pd.DataFrame) -> None:
+        finite = np.isfinite(frame["value"].to_numpy(dtype="float64"))
+        if finite.all():
+            return
+        row = frame.loc[~finite].iloc[0]
+        where = f"layer {row['layer']}, unit {row['unit']}" if table == "layers" else f"states {row['i']} and {row['j']}"
+        found = f"{row['metric']} is {row['value']} at {where} ({self.model.get('dtype')})"
+        raise NonFiniteError(found, "a finite number", "try --dtype float32")
+
+
+def _plain(value: Any) -> Any:
+    """The value in JSON's own types; what is not finite becomes None, what JSON does not know becomes its text."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset | np.ndarray):
+        return [_plain(item) for item in value]
+    return str(value)
+
+
+def _frame(value: Any, columns: dict[str, str], source: str, name: str) -> pd.DataFrame:
+    try:
+        if value["columns"] != list(columns):
+            raise ValueError(f"its columns are {value['columns']}")
+        return pd.DataFrame(value["rows"], columns=list(columns)).astype(columns)
+    except (KeyError, TypeError, ValueError) as error:
+        raise OutputError(f"table {name!r} of {source} is broken: {error}", f"{', '.join(columns)}", _AGAIN) from None
