@@ -131,7 +131,7 @@ def anatomy_rows(report: Report) -> list[dict[str, str]]:
     """Blocks of equal build as one row: blocks, attention, mlp."""
     rows: list[dict[str, Any]] = []
     for block in report.anatomy.get("blocks", []):
-        words = {kind: _unit(block.get(kind)) for kind in ("attention", "mlp")}
+        words = {kind: _unit(block.get(kind), str(block["index"])) for kind in ("attention", "mlp")}
         same = next((row for row in rows if all(row[kind] == words[kind] for kind in words)), None)
         if same:
             same["indices"].append(block["index"])
@@ -140,10 +140,15 @@ def anatomy_rows(report: Report) -> list[dict[str, str]]:
     return [{"blocks": ranges(row["indices"]), "attention": row["attention"], "mlp": row["mlp"]} for row in rows]
 
 
-def _unit(unit: dict[str, Any] | None) -> str:
+def _unit(unit: dict[str, Any] | None, index: str) -> str:
     if not unit:
         return "not found"
-    words = f"{unit['placement']} ({unit['module']})" if unit.get("module") else str(unit["placement"])
+    # a full path differs from block to block by its number alone
+    parts = (unit.get("module") or "").split(".")
+    if index in parts[:-1]:
+        parts[parts.index(index)] = "*"
+    module = ".".join(parts)
+    words = f"{unit['placement']} ({module})" if module else str(unit["placement"])
     for key, what in (("scale", "branch"), ("skip_scale", "stream")):
         scale = unit.get(key)
         if scale is not None and abs(scale - 1) > 1e-6:

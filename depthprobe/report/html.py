@@ -1,0 +1,148 @@
+"""The report as one page that opens offline: no script, no request, every name escaped."""
+
+from __future__ import annotations
+
+import base64
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import jinja2
+
+from depthprobe.glossary import METRICS, NOTATION, Metric
+from depthprobe.report import figures, tables
+from depthprobe.report.findings import CAVEAT, findings, headline
+from depthprobe.report.panels import DARK, LIGHT, Theme
+from depthprobe.report.schema import Report
+
+__all__ = ["fragment", "page", "visible"]
+
+
+def page(report: Report) -> str:
+    """The whole page, figures included in a light and a dark variant."""
+    return _environment().get_template("page.html.jinja").render(**_common(report), **_details(report))
+
+
+def fragment(report: Report) -> str:
+    """What a notebook shows: the findings and one line a layer."""
+    return _environment().get_template("fragment.html.jinja").render(
+        **_common(report), table=tables.layer_table(report, 12)
+    )  # fmt: skip
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_resource),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters["number"] = tables.number
+    environment.filters["share"] = tables.with_interval
+    environment.filters["visible"] = visible
+    return environment
+
+
+def _resource(name: str) -> str:
+    return (files("depthprobe.report") / name).read_text(encoding="utf-8")
+
+
+def visible(text: Any) -> str:
+    """Text in which what a page would hide or be confused by (control and direction characters) shows as its escape."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def _common(report: Report) -> dict[str, Any]:
+    return {"report": report, "findings": findings(report), "headline": headline(report), "caveat": CAVEAT}
+
+
+def _details(report: Report) -> dict[str, Any]:
+    used = tables.metrics_used(report)
+    there = figures.available(report)
+    sections = []
+    for name in figures.NAMES:
+        panel = figures.panel(name)
+        reason = None if name in there else figures.reason_missing(report, name)
+        if name not in there and not reason:
+            continue
+        section = {"panel": panel, "reason": reason, "metrics": _entries(panel.metrics, used)}
+        if name in there:
+            section |= {
+                "light": _data_uri(report, name, LIGHT),
+                "dark": _data_uri(report, name, DARK),
+                "alt": figures.alt_text(report, name),
+                "height": round(panel.height * 96),
+            }
+        sections.append(section)
+    return {
+        "css": _resource("page.css"),
+        "sections": sections,
+        "skipped": tables.skipped_rows(report),
+        "anatomy": tables.anatomy_rows(report),
+        "table": tables.layer_table(report),
+        "facts": _facts(report),
+        "growth": [(METRICS[name], report.growth[name]) for name in _GROWTH if name in used],
+        "notes": _notes(report),
+        "glossary": [metric for metric in METRICS.values() if metric.name in used],
+        "notation": NOTATION,
+    }
+
+
+_GROWTH = ("cross_share", "growth_power", "growth_rate", "update_growth_rate")
+
+
+def _entries(names: tuple[str, ...], used: set[str]) -> list[Metric]:
+    return [METRICS[name] for name in names if name in used]
+
+
+def _data_uri(report: Report, name: str, theme: Theme) -> str:
+    return "data:image/svg+xml;base64," + base64.b64encode(figures.render(report, name, "svg", theme)).decode()
+
+
+def _notes(report: Report) -> list[str]:
+    everything = [*report.notes, *report.model["notes"], *report.corpus["notes"], *report.anatomy["notes"]]
+    return list(dict.fromkeys(everything))
+
+
+def _facts(report: Report) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Groups of (what, value), without those that have no value."""
+    model, corpus, cost, run = report.model, report.corpus, report.cost, report.run
+    machine = run.get("machine") or {}
+    first = corpus.get("first_tokens") or []
+    groups = [
+        ("Model", [
+            ("source", model["source"]), ("format", model["format"]), ("revision", model["revision"]),
+            ("architecture", model["architecture"]), ("parameters", tables.number(model["parameters"])),
+            ("blocks", tables.number(model["blocks"])), ("width", tables.number(model["width"])),
+            ("vocabulary", model["vocab_size"] and tables.number(model["vocab_size"])),
+            ("objective", model["objective"] or "none: no language-model head"), ("inputs", model["inputs"]),
+            ("dtype, device", f"{model['dtype']}, {model['device']}"),
+        ]),
+        ("Corpus", [
+            ("text", corpus["name"]), ("sha256", corpus["sha256"]),
+            ("size", f"{tables.number(corpus['sequences'])} × {tables.number(corpus['tokens'])}"
+                     f" ({'positions' if model['inputs'] == 'states' else 'tokens'})"),
+            ("documents", corpus["documents"] and tables.number(corpus["documents"])),
+            ("in front", corpus["bos"]), ("first ids", " ".join(map(str, corpus["first_ids"] or []))),
+            ("first tokens", " ".join(f"⟨{visible(token)}⟩" for token in first)),
+            ("left out", f"the first {corpus['skip_first']} position(s) of every sequence, for metrics of the stream"
+                         if corpus["skip_first"] else "no position"),
+        ]),
+        ("Run", [
+            ("seed", run.get("seed")), ("depthprobe", run.get("depthprobe")),
+            ("versions", ", ".join(f"{name} {version}" for name, version in (run.get("versions") or {}).items())),
+            ("machine", ", ".join(f"{name} {_round(value)}" for name, value in machine.items())),
+            ("cost", f"{tables.number(cost['forward_passes'])} forward passes, "
+                     f"{tables.number(cost['block_evaluations'])} block evaluations, "
+                     f"{tables.number(cost['seconds'])} s"),
+            ("options", ", ".join(f"{name}={value}" for name, value in (run.get("options") or {}).items())),
+            ("written", run.get("created")),
+        ]),
+    ]  # fmt: skip
+    return [(name, [(key, str(value)) for key, value in rows if value not in (None, "")]) for name, rows in groups]
+
+
+def _round(value: Any) -> str:
+    return f"{value:.1f}" if isinstance(value, float) else str(value)

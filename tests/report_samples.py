@@ -1,0 +1,176 @@
+"""Reports made from simple formulas, one for each kind of model that a page must be right about."""
+
+import math
+from dataclasses import replace
+
+import pandas as pd
+
+from depthprobe.report import Report
+from depthprobe.report.schema import LAYER_COLUMNS, PAIR_COLUMNS
+
+HOSTILE = "<script>alert(1)</script> \"quoted\" 'n' &amp; {{ 7 * 7 }} \u202e层 \udc80 " + "very-long-name-" * 20
+
+
+def sample(blocks=12, units=("block", "attention", "mlp"), post=False, sequences=32, lens=True):
+    """A report with every metric: norms grow by 12 % a block (or stay, for post), everything else follows."""
+    rows, last = [], blocks
+    growth = 1.0 if post else 1.12
+    norm = [10 * growth**l for l in range(blocks + 1)]
+
+    def add(metric, layer, value, unit="block", width=0.04):
+        spread = width * abs(value) + 0.002
+        rows.append((layer, unit, metric, value, value - spread, value + spread, sequences))
+
+    for l in range(blocks + 1):
+        add("residual_norm", l, norm[l])
+        add("residual_norm_median", l, 0.9 * norm[l])
+        add("residual_rms", l, norm[l] / math.sqrt(64))
+        if lens:
+            share = 1.0 if l == last else 0.95 * (l / last) ** 2
+            add("lens_loss", l, 3.0 + 4 * (1 - l / last))
+            add("lens_kl", l, 5 * (1 - l / last))
+            add("lens_top1", l, share, width=0.01)
+    for l in range(blocks):
+        depth = l / max(1, blocks - 1)
+        for unit, size in zip(units, (1.0, 0.6, 0.7), strict=False):
+            add("update_norm", l, size * (4 + l), unit)
+            add("update_ratio", l, size * (0.8 - 0.6 * depth), unit)
+            add("update_ratio_median", l, size * (0.75 - 0.6 * depth), unit)
+            add("update_share", l, 0.4 - 0.3 * depth, unit)
+            add("update_energy_share", l, 0.3 - 0.2 * depth, unit)
+            add("update_alignment", l, size * (0.4 - 0.9 * depth), unit)
+            if l < last - 1:
+                add("update_cosine_next", l, 0.1, unit)
+        turn = 0.02 + 0.3 * (depth - 0.6) ** 2
+        add("cosine_adjacent", l, 1 - turn, width=0.001)
+        add("cosine_adjacent_centred", l, 1 - 2 * turn, width=0.001)
+        add("cosine_adjacent_standardised", l, 1 - 3 * turn, width=0.001)
+        add("block_influence", l, turn, width=0.01)
+        add("cka_adjacent", l, 1 - turn / 2, width=0.001)
+        add("linearity", l, 0.99 - turn, width=0.001)
+        add("linearity_update", l, 0.5 - 0.2 * depth)
+        if l < last - 1:
+            add("interaction_error", l, 0.6 - 0.4 * depth)
+            add("interaction_error_control", l, 0.5 - 0.1 * depth)
+            add("interaction_cosine", l, 0.8 + 0.1 * depth)
+    pairs = []
+    for i in range(blocks + 1):
+        for j in range(i + 1, blocks + 1):
+            angle = min(0.5, 0.02 * (j - i) + 0.05 * math.exp(-i))
+            pairs.append((i, j, "angular_distance", angle, angle - 0.002, angle + 0.002, sequences))
+            pairs.append((i, j, "cosine", math.cos(math.pi * angle), 0.0, 1.0, sequences))
+
+    updates = [float(sum((4 + k) ** 2 for k in range(l))) for l in range(blocks + 1)]
+    placement = "post" if post else "pre"
+    unit = {"placement": placement, "module": "blocks.attn", "scale": 1.0, "skip_scale": 1.0}
+    found = len(units) > 1
+    return Report(
+        model={
+            "name": "sample-12", "source": "models/sample-12", "format": "directory", "revision": None,
+            "architecture": "SampleForCausalLM", "parameters": 1_234_567, "dtype": "float32", "device": "cpu",
+            "blocks": blocks, "width": 64, "inputs": "ids", "objective": "causal" if lens else None,
+            "vocab_size": 1024, "notes": [],
+        },
+        corpus={
+            "name": "pydoc_data.topics", "sha256": "ab" * 32, "sequences": sequences, "tokens": 256, "documents": 40,
+            "bos": "one BOS (id 1) in front", "first_ids": [1, 17, 300], "first_tokens": ["<s>", "The", "Ġ<b>"],
+            "skip_first": 1, "notes": [],
+        },
+        anatomy={
+            "summary": placement, "block_list": "model.layers", "parallel": False,
+            "blocks": [{"index": i, "attention": dict(unit) if found else None,
+                        "mlp": dict(unit, module="blocks.mlp") if found else None} for i in range(blocks)],
+            "notes": [] if found else ["sublayers were not found: the branches do not add up to the block"],
+        },
+        verification=[
+            {"name": "replay", "what": "blocks run one by one reproduce the model's own logits", "value": 1.2e-7,
+             "floor": 5e-4, "passed": True, "level": "model"},
+            {"name": "branches", "what": "branches reconstruct every block", "value": 3e-7 if found else 0.4,
+             "floor": 5e-4, "passed": found, "level": "sublayers"},
+        ],
+        layers=pd.DataFrame(rows, columns=list(LAYER_COLUMNS)).astype(LAYER_COLUMNS),
+        pairs=pd.DataFrame(pairs, columns=list(PAIR_COLUMNS)).astype(PAIR_COLUMNS),
+        growth={
+            "cross_share": {"value": 0.35, "ci_low": 0.33, "ci_high": 0.37},
+            "growth_power": {"value": 0.52, "ci_low": 0.5, "ci_high": 0.54},
+            "growth_rate": {"value": growth, "ci_low": growth - 0.005, "ci_high": growth + 0.005},
+            "update_growth_rate": {"value": 1.1, "ci_low": 1.08, "ci_high": 1.12},
+            "r2_power": 0.91, "r2_rate": 0.99,
+            "decomposition": [
+                {"layer": l, "stream": norm[l] ** 2, "start": norm[0] ** 2, "updates": updates[l],
+                 "cross": norm[l] ** 2 - norm[0] ** 2 - updates[l]} for l in range(blocks + 1)
+            ],
+        },
+        sinks=[{"position": 0, "sequences": sequences, "first_layer": 2, "last_layer": blocks, "max_norm": 22_000.0,
+                "max_ratio": 150.0}] if blocks > 2 else [],
+        skipped=[{"metric": "residual_norm", "layer": blocks // 2, "unit": "block", "without": 20.0, "including": 106.0}],
+        resolution={},
+        cost={"forward_passes": 2.5, "block_evaluations": 1234, "seconds": 61.5},
+        run={
+            "command": "depthprobe analyze models/sample-12 --out reports/sample-12", "seed": 0, "depthprobe": "0.1.0",
+            "versions": {"torch": "2.13.0", "transformers": "5.24.0", "python": "3.11.2"},
+            "machine": {"cpu": "a processor", "cores": 2, "threads": 2, "memory_gib": 8.0},
+            "options": {"tokens": 8192, "seq_len": None}, "created": "2026-01-02T03:04:05+00:00",
+        },
+        notes=["Gradients were not measured."],
+    )  # fmt: skip
+
+
+def headless():
+    """A post-LN encoder without a head."""
+    report = sample(6, post=True, lens=False)
+    return replace(report, notes=["The logit lens was left out: the model has no language-model head."])
+
+
+def blocks_only():
+    return sample(units=("block",))
+
+
+def one_block():
+    return sample(1, sequences=1)
+
+
+def half():
+    report = sample()
+    floors = {"update_ratio": 0.05, "interaction_error": 0.3, "angular_distance": 0.002, "cosine_adjacent": 0.999,
+              "block_influence": 0.001, "update_alignment": 0.02}  # fmt: skip
+    return replace(report, model={**report.model, "dtype": "bfloat16"}, resolution=floors)
+
+
+def hostile():
+    report = sample()
+    return replace(
+        report,
+        model={**report.model, "name": HOSTILE, "source": HOSTILE, "architecture": HOSTILE, "notes": [HOSTILE]},
+        corpus={**report.corpus, "name": HOSTILE, "bos": HOSTILE, "first_tokens": [HOSTILE, "</style>", "\0"]},
+        run={**report.run, "command": f"depthprobe analyze '{HOSTILE}'"},
+        notes=[HOSTILE],
+    )
+
+
+def bare():
+    """Norms only, no interval, nothing else: what is left when everything that can be refused was."""
+    report = sample()
+    layers = report.layers[report.layers["metric"] == "residual_norm"].assign(ci_low=math.nan, ci_high=math.nan)
+    growth = {key: None for key in ("cross_share", "growth_power", "growth_rate", "update_growth_rate")}
+    return replace(
+        report,
+        layers=layers.reset_index(drop=True),
+        pairs=report.pairs.iloc[:0],
+        growth={**growth, "r2_power": None, "r2_rate": None, "decomposition": []},
+        sinks=[],
+        skipped=[],
+        notes=["CKA and linearity were refused: 200 tokens are fewer than 4 x width."],
+    )
+
+
+VARIANTS = {
+    "sample": sample,
+    "headless": headless,
+    "blocks_only": blocks_only,
+    "one_block": one_block,
+    "half": half,
+    "hostile": hostile,
+    "bare": bare,
+    "deep": lambda: sample(30),
+}
