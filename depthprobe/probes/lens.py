@@ -1,0 +1,73 @@
+"""The logit lens: every state read out through the model's own final norm and head."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from depthprobe.estimate import PerSequence
+from depthprobe.probes.base import Batch, Step, key_rng
+
+__all__ = ["Lens"]
+
+
+class Lens:
+    """Loss, KL to the final distribution and top-1 agreement of every state, at a budget of positions a sequence.
+
+    Args:
+        means: where the results go.
+        each: how many positions of a sequence are read out, at the cost of one head a layer and position.
+        targets: whether the next token of each position is a target (not so for a masked model run unmasked).
+        chunk: how many positions are read out at once; bounds the memory that logits take.
+    """
+
+    def __init__(self, means: PerSequence, each: int, targets: bool, chunk: int = 256) -> None:
+        self.means, self.each, self.targets, self.chunk = means, each, targets, chunk
+        self.states: list[Tensor] = []
+
+    def begin(self, batch: Batch) -> None:
+        """Choose the positions and keep x_0 at them."""
+        tokens = batch.entry.x.shape[1]
+        drawn = [self._positions(batch, tokens, int(s)) for s in batch.sequences]
+        self.positions = torch.from_numpy(np.stack(drawn)).to(batch.entry.x.device)
+        self.rows = torch.arange(len(drawn), device=batch.entry.x.device)[:, None]
+        self.states = [batch.entry.x[self.rows, self.positions]]
+
+    def see(self, batch: Batch, step: Step) -> None:
+        """Keep the state that the block wrote, at the chosen positions."""
+        self.states.append(step.z[self.rows, self.positions])
+
+    def end(self, batch: Batch) -> None:
+        """Read out all layers, last first, so that the final distribution is there to compare with."""
+        per_row = max(1, min(self.chunk // self.each, len(batch.sequences)))
+        for start in range(0, len(batch.sequences), per_row):
+            self._chunk(batch, slice(start, start + per_row))
+        self.states = []
+
+    def _positions(self, batch: Batch, tokens: int, sequence: int) -> NDArray[np.int64]:
+        # Every predicted position counts, the first one too; only the last has no next token to predict.
+        eligible = tokens - 1 if self.targets else tokens
+        return np.sort(key_rng(batch.seed, sequence, 1 << 20).permutation(eligible)[: self.each])
+
+    def _chunk(self, batch: Batch, rows: slice) -> None:
+        ids = batch.entry.inputs[rows]
+        some = self.positions[rows]
+        inputs = ids.gather(1, some)  # the tail looks at the shape of its input only
+        final = torch.log_softmax(batch.stream.readout(self.states[-1][rows], inputs).float(), dim=-1)
+        best = final.argmax(dim=-1)
+        targets = ids.gather(1, some + 1) if self.targets else None
+        for layer in range(len(self.states) - 1, -1, -1):
+            last = layer == len(self.states) - 1
+            guess = final if last else batch.stream.readout(self.states[layer][rows], inputs).float().log_softmax(-1)
+            kl = torch.zeros_like(best, dtype=final.dtype) if last else (final.exp() * (final - guess)).sum(dim=-1)
+            agree = (guess.argmax(dim=-1) == best).float()
+            self._add(batch, rows, "lens_kl", layer, kl)
+            self._add(batch, rows, "lens_top1", layer, agree)
+            if targets is not None:
+                self._add(batch, rows, "lens_loss", layer, -guess.gather(-1, targets[..., None])[..., 0])
+
+    def _add(self, batch: Batch, rows: slice, metric: str, layer: int, values: Tensor) -> None:
+        means = values.double().mean(dim=1) if values.device.type != "mps" else values.cpu().double().mean(dim=1)
+        self.means.add((metric, "block", layer), batch.sequences[rows], means.cpu().numpy())

@@ -1,0 +1,138 @@
+"""How alike states are: neighbours, all pairs in the same pass, and the kept sample for what needs the corpus mean."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from depthprobe.estimate import PerSequence
+from depthprobe.probes.base import Batch, Dots, Step, cosine, key_rng, mean_tokens
+
+__all__ = ["PAIR_METRICS", "KeptStates", "Similarity"]
+
+PAIR_METRICS = ("angular_distance", "cosine")
+
+
+class Similarity:
+    """Cosines of neighbouring states and updates, and the angle between every two states.
+
+    All pairs come from one Gram matrix a token over the L + 1 normalised states of a batch, so they cost neither a
+    pass nor memory that grows with the corpus.
+    """
+
+    def __init__(self, means: PerSequence) -> None:
+        self.means = means
+        self.pairs: dict[str, NDArray[np.float64]] = {}  # [sequences, pairs], pairs in the order of np.triu_indices
+        self.states: list[Tensor] = []
+        self.previous: dict[str, Dots] = {}
+        self.neighbours: list[Tensor] = []
+
+    def begin(self, batch: Batch) -> None:
+        """Start the stack of normalised states with x_0."""
+        self.states, self.previous, self.neighbours = [self._direction(batch, batch.entry.x)], {}, []
+
+    def see(self, batch: Batch, step: Step) -> None:
+        """Compare the block's two states, and its updates with the previous block's."""
+        block = step.units["block"]
+        # ⟨x, z⟩ = ‖x‖² + ⟨x, Δ⟩ keeps 1 − cos exact for a block that changes little.
+        near = cosine(block.ss + block.su, block.ss, step.zz)
+        self.means.add(("cosine_adjacent", "block", step.layer), batch.sequences, mean_tokens(near, batch.skip))
+        self.means.add(("_cosine_adjacent_including", "block", step.layer), batch.sequences, mean_tokens(near, 0))
+        self.means.add(("block_influence", "block", step.layer), batch.sequences, mean_tokens(1 - near, batch.skip))
+        for unit, now in step.units.items():
+            before = self.previous.get(unit)
+            if before is not None:
+                both = cosine(Dots(before.u, now.u).su, before.uu, now.uu)
+                key = ("update_cosine_next", unit, step.layer - 1)
+                self.means.add(key, batch.sequences, mean_tokens(both, batch.skip))
+        self.previous = step.units
+        self.states.append(self._direction(batch, step.z))
+        self.neighbours.append(_angle(self.states[-2], self.states[-1]))
+
+    def end(self, batch: Batch) -> None:
+        """Reduce the batch's Gram matrices to one angle and one cosine a pair and sequence."""
+        layers = len(self.states)
+        if not self.pairs:
+            count = layers * (layers - 1) // 2
+            self.pairs = {name: np.full((self.means.sequences, count), np.nan) for name in PAIR_METRICS}
+        rows, columns = np.triu_indices(layers, k=1)
+        size = max(1, (1 << 25) // (layers * self.states[0].shape[-1]))  # tokens at once: 128 MiB of states
+        for place, sequence in enumerate(batch.sequences):
+            cosines = torch.zeros(layers, layers, dtype=torch.float64)
+            angles = torch.zeros(layers, layers, dtype=torch.float64)
+            tokens = self.states[0].shape[1]
+            for start in range(0, tokens, size):
+                x = torch.stack([state[place, start : start + size] for state in self.states], dim=1)
+                gram = torch.bmm(x, x.transpose(1, 2)).clamp_(-1, 1)
+                cosines += gram.sum(dim=0).double().cpu() / tokens
+                angles += gram.acos_().sum(dim=0).double().cpu() / (math.pi * tokens)
+            for layer, angle in enumerate(self.neighbours):
+                # arccos is ill-conditioned near 1, where neighbours are.
+                angles[layer, layer + 1] = angle[place].double().mean().cpu() / math.pi
+            self.pairs["angular_distance"][sequence] = angles.numpy()[rows, columns]
+            self.pairs["cosine"][sequence] = cosines.numpy()[rows, columns]
+        self.states, self.previous, self.neighbours = [], {}, []
+
+    @staticmethod
+    def _direction(batch: Batch, x: Tensor) -> Tensor:
+        x = x[:, batch.skip :].float()
+        return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-30)
+
+
+def _angle(a: Tensor, b: Tensor) -> Tensor:
+    """Angle between unit vectors in radians, exact for small ones (Kahan): 2 atan2(‖a − b‖, ‖a + b‖)."""
+    apart = torch.linalg.vector_norm(a - b, dim=-1)
+    return 2 * torch.atan2(apart, torch.linalg.vector_norm(a + b, dim=-1))
+
+
+class KeptStates:
+    """A bounded sample of positions whose states are kept, for metrics that need the corpus mean first.
+
+    The sample takes the same number of positions from every sequence, drawn by (seed, sequence), so it does not
+    depend on batches or order, and its size does not grow with the corpus.
+
+    Args:
+        sequences: number of sequences of the corpus.
+        tokens: positions of each that may be drawn.
+        skip: leading positions that may not.
+        budget: how many positions to keep in all.
+    """
+
+    def __init__(self, sequences: int, tokens: int, skip: int, budget: int, seed: int) -> None:
+        eligible = tokens - skip
+        self.each = min(eligible, max(16, budget // max(sequences, 1)))
+        used = min(sequences, max(1, budget // self.each))
+        self.slots = {int(s): k for k, s in enumerate(np.linspace(0, sequences - 1, used).round().astype(int))}
+        self.skip, self.eligible, self.seed = skip, eligible, seed
+        self.states: list[Tensor] = []  # one [sequences kept, positions, width] a layer
+
+    def begin(self, batch: Batch) -> None:
+        """Choose the positions and keep x_0 at them."""
+        rows = [(row, self.slots[int(s)], int(s)) for row, s in enumerate(batch.sequences) if int(s) in self.slots]
+        self._slots = torch.tensor([slot for _, slot, _ in rows], dtype=torch.long)
+        rng_positions = [self.positions(sequence) for _, _, sequence in rows]
+        self._rows = torch.tensor([row for row, _, _ in rows], dtype=torch.long)[:, None]
+        self._positions = torch.from_numpy(np.array(rng_positions, dtype=np.int64).reshape(len(rows), self.each))
+        self._keep(0, batch.entry.x)
+
+    def positions(self, sequence: int) -> NDArray[np.int64]:
+        """The kept positions of one sequence, in order."""
+        drawn = key_rng(self.seed, sequence, 0).permutation(self.eligible)[: self.each]
+        return np.sort(drawn) + self.skip
+
+    def see(self, batch: Batch, step: Step) -> None:
+        """Keep the state that the block wrote."""
+        self._keep(step.layer + 1, step.z)
+
+    def end(self, batch: Batch) -> None:
+        """Nothing is left to do."""
+
+    def _keep(self, layer: int, x: Tensor) -> None:
+        if layer == len(self.states):
+            self.states.append(torch.zeros(len(self.slots), self.each, x.shape[-1], dtype=x.dtype))
+        if len(self._slots):
+            self.states[layer][self._slots] = x[self._rows.to(x.device), self._positions.to(x.device)].cpu()

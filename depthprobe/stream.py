@@ -1,0 +1,148 @@
+"""Run a model one block at a time, from any state. The model's own modules do all the arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from depthprobe.blocks import BlockList, call_model, model_output
+from depthprobe.checkpoint import Checkpoint
+
+__all__ = ["Entry", "Stream"]
+
+
+class _StopForwardError(Exception):
+    """Leaves the model's forward pass once every block has been reached."""
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A batch at the door of the first block.
+
+    Attributes:
+        inputs: ids `[batch, tokens]` or states `[batch, tokens, width]`.
+        x: the stream x_0 that block 0 reads, `[batch, tokens, width]`.
+        calls: the other arguments that the model hands to each block (its own mask, rotary embedding, …), so
+            that a block keeps them wherever it runs.
+    """
+
+    inputs: Tensor
+    x: Tensor
+    calls: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]
+
+
+class Stream:
+    """A model as a sequence of functions on its residual stream.
+
+    `enter` takes a batch to x_0, `run` applies one block, `readout` is the model's own tail (final norm and head).
+    Nothing in the model is edited: for `enter` and `readout` its blocks are bypassed for the length of one call.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, blocks: BlockList, copies_input: bool = False) -> None:
+        self.checkpoint = checkpoint
+        self.blocks = blocks
+        self.copies_input = copies_input  # for blocks that write in place into the state that they are given
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def enter(self, inputs: Tensor) -> Entry:
+        """Embed a batch and collect the arguments of every block, at the cost of the embedding alone."""
+        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        start: list[Tensor] = []
+
+        def record(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+            x = args[self.blocks.slot] if isinstance(self.blocks.slot, int) else kwargs[self.blocks.slot]
+            if index == 0:
+                start.append(x)
+            calls.append((args, kwargs))
+            if index == len(self) - 1:
+                raise _StopForwardError
+            return x
+
+        with self._bypassed(record):
+            try:
+                call_model(self.checkpoint, inputs)
+            except _StopForwardError:
+                pass
+        return Entry(inputs, self._outside(start[0]), tuple(calls))
+
+    def run(self, entry: Entry, index: int, x: Tensor) -> Tensor:
+        """Block `index` applied to any state, `[batch, tokens, width]` to the same: f_l(x)."""
+        args, kwargs = entry.calls[index]
+        inner = self._outside(x.clone() if self.copies_input else x)
+        slot = self.blocks.slot
+        if isinstance(slot, int):
+            args = (*args[:slot], inner, *args[slot + 1 :])
+        else:
+            kwargs = {**kwargs, slot: inner}
+        output = self.blocks.modules[index](*args, **kwargs)
+        container, _, place = self.blocks.returns
+        return self._outside(output if container is None else output[place])
+
+    def readout(self, x: Tensor, inputs: Tensor) -> Tensor:
+        """The model's own tail on a last state `[batch, tokens, width]`: logits, or its last state without a head.
+
+        Args:
+            x: the state, as if the last block had written it.
+            inputs: ids or states of the same batch and tokens; only their shape matters to most models.
+        """
+
+        def substitute(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+            if index == len(self) - 1:
+                return self._outside(x)
+            return args[self.blocks.slot] if isinstance(self.blocks.slot, int) else kwargs[self.blocks.slot]
+
+        with self._bypassed(substitute):
+            return model_output(call_model(self.checkpoint, inputs), self.blocks.output_batch_first)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The model's own, untouched forward pass: logits, or its last state without a head."""
+        return model_output(call_model(self.checkpoint, inputs), self.blocks.output_batch_first)
+
+    def states(self, entry: Entry) -> Iterator[Tensor]:
+        """x_0, x_1, … x_L, one after another."""
+        x = entry.x
+        yield x
+        for index in range(len(self)):
+            x = self.run(entry, index, x)
+            yield x
+
+    def _outside(self, x: Tensor) -> Tensor:
+        """Between the model's axes and `[batch, tokens, width]`; its own inverse."""
+        return x if self.blocks.batch_first else x.transpose(0, 1)
+
+    @contextmanager
+    def _bypassed(self, substitute: Callable[[int, tuple[Any, ...], dict[str, Any]], Tensor]) -> Iterator[None]:
+        """Replace every block's forward for the length of the context by `substitute(index, args, kwargs)`."""
+
+        def patched(index: int) -> Callable[..., Any]:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                x = substitute(index, args, kwargs)
+                container, length, place = self.blocks.returns
+                if container is None:
+                    return x
+                values = [x if i == place else None for i in range(length)]
+                return tuple(values) if container == "tuple" else values
+
+            return forward
+
+        saved: list[tuple[nn.Module, Any]] = []
+        try:
+            for index, module in enumerate(self.blocks.modules):
+                saved.append((module, module.__dict__.get("forward")))
+                module.forward = patched(index)  # type: ignore[method-assign]
+            yield
+        finally:
+            for module, forward in saved:
+                if forward is None:
+                    del module.__dict__["forward"]
+                else:
+                    module.forward = forward
+
+

@@ -1,0 +1,214 @@
+"""Prove on the model at hand that the right tensors were found, before the first number is reported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from depthprobe.anatomy import Block, find_branches
+from depthprobe.blocks import find_blocks
+from depthprobe.branches import Reader
+from depthprobe.checkpoint import Checkpoint
+from depthprobe.errors import VerificationError
+from depthprobe.stream import Entry, Stream
+
+__all__ = ["Anatomy", "Check", "floor", "open_stream"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check: the relative difference ‖a − b‖ / ‖b‖ of the worst sequence against the floor of the dtype."""
+
+    name: str
+    what: str
+    value: float
+    floor: float
+    level: Literal["model", "sublayers", "readout"]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the difference is within the floor."""
+        return self.value <= self.floor
+
+
+@dataclass(frozen=True, eq=False)
+class Anatomy:
+    """What was found in a model, and the proof.
+
+    Attributes:
+        stream: the model as a sequence of blocks.
+        blocks: one entry a block, with its branches where they were found and verified.
+        checks: the verification.
+        causal: no position sees a later one.
+        objective: `causal`, `masked` or None: what the readout predicts, if anything.
+        reads_positions_apart: the readout of a position depends on no other position, so a lens can pick positions.
+        notes: what was not found, in plain sentences.
+    """
+
+    stream: Stream
+    blocks: tuple[Block, ...]
+    checks: tuple[Check, ...]
+    causal: bool
+    objective: Literal["causal", "masked"] | None
+    reads_positions_apart: bool
+    notes: tuple[str, ...]
+
+
+def floor(checkpoint: Checkpoint) -> float:
+    """The largest relative difference that rounding may leave: by dtype, and by attention kernel in float32."""
+    if checkpoint.dtype in {torch.bfloat16, torch.float16}:
+        return 1e-2
+    attention = getattr(getattr(checkpoint.model, "config", None), "_attn_implementation", None)
+    return 5e-5 if attention == "eager" else 5e-4
+
+
+def open_stream(checkpoint: Checkpoint, inputs: Tensor) -> Anatomy:
+    """Find the residual stream and its branches on a small batch, and verify both.
+
+    Args:
+        checkpoint: the model.
+        inputs: ids `[batch, tokens]` or states `[batch, tokens, width]`; a few sequences of a few dozen tokens.
+
+    Raises:
+        AnatomyError: no single residual stream was found.
+        VerificationError: running the blocks one by one does not give the model's own output.
+    """
+    inputs = _unequal(inputs[:4, :64])
+    limit = floor(checkpoint)
+    with torch.no_grad():
+        stream = _guarded(checkpoint, inputs)
+        entry = stream.enter(inputs)
+        own = stream.forward(inputs)
+        again = stream.readout(_last(stream, entry), inputs)
+        model = Check("blocks", "the blocks, run one by one, give the model's own output", _worst(again, own), limit, "model")
+        if not model.passed:
+            raise VerificationError(
+                f"running the {len(stream)} blocks of {stream.blocks.path} one by one gives an output that differs "
+                f"from the model's own by {model.value:.1e}",
+                f"at most {limit:.0e}",
+                "this architecture is not supported; please report it",
+            )
+        notes: list[str] = []
+        blocks = find_branches(stream, entry, tolerance=1e-2 if limit == 1e-2 else 5e-5)
+        checks = [model]
+        missing = [block.index for block in blocks if not block.branches]
+        if missing:
+            notes.append(
+                "Attention and MLP branches were not found in "
+                + ("any block" if len(missing) == len(blocks) else f"block {', '.join(map(str, missing))}")
+                + ": results are given for whole blocks"
+                + ("." if len(missing) == len(blocks) else " there.")
+            )
+        if len(missing) < len(blocks):
+            check = _reconstruct(stream, entry, blocks, limit)
+            checks.append(check)
+            if not check.passed:
+                blocks = tuple(Block(b.index, b.kind, ()) for b in blocks)
+                notes.append(
+                    f"The branches that were found rebuild the blocks only to {check.value:.1e}: they were dropped, and "
+                    "results are given for whole blocks."
+                )
+        apart = _reads_apart(stream, entry, inputs, own)
+        checks.append(
+            Check("readout", "the readout of a permuted sequence is the permuted readout", apart, limit, "readout")
+        )
+        causal = _is_causal(stream, inputs, limit)
+    objective = _objective(checkpoint, own, stream.blocks.width, causal)
+    return Anatomy(stream, blocks, tuple(checks), causal, objective, apart <= limit, tuple(notes))
+
+
+def _unequal(inputs: Tensor) -> Tensor:
+    """As many sequences as tokens would hide which axis is which."""
+    batch, tokens = inputs.shape[:2]
+    if batch == tokens:
+        return inputs[:-1] if batch > 1 else inputs
+    return inputs
+
+
+def _guarded(checkpoint: Checkpoint, inputs: Tensor) -> Stream:
+    """The stream, with a copy of each state handed to blocks that would overwrite it."""
+    stream = Stream(checkpoint, find_blocks(checkpoint, inputs))
+    entry = stream.enter(inputs)
+    x = entry.x
+    for index in range(len(stream)):
+        before = x.clone()
+        z = stream.run(entry, index, x)
+        if not torch.equal(before, x):
+            return Stream(checkpoint, stream.blocks, copies_input=True)
+        x = z
+    return stream
+
+
+def _last(stream: Stream, entry: Entry) -> Tensor:
+    x = entry.x
+    for x in stream.states(entry):
+        pass
+    return x
+
+
+def _worst(a: Tensor, b: Tensor) -> float:
+    """‖a − b‖ / ‖b‖ of the worst sequence."""
+    a, b = (t.cpu().double().flatten(1) for t in (a, b))
+    finite = bool(torch.isfinite(b).all())
+    error = (a - b).norm(dim=1) / b.norm(dim=1).clamp_min(1e-300)
+    return float(error.max()) if finite and bool(torch.isfinite(a).all()) else float("inf")
+
+
+def _reconstruct(stream: Stream, entry: Entry, blocks: tuple[Block, ...], limit: float) -> Check:
+    """Rebuild every block's output from its branches, through the norm where it is post-LN; a worst case over blocks."""
+    worst = 0.0
+    with Reader(stream, blocks) as reader:
+        x = entry.x
+        for block, module in zip(blocks, stream.blocks.modules, strict=True):
+            visit = reader.visit(entry, block.index, x)
+            total = x
+            for branch in block.branches:
+                s, u = visit.branches[branch.unit]
+                if branch.parallel:
+                    total = s if total is x else total
+                    total = total + u
+                else:
+                    worst = max(worst, _worst(total * branch.skip_scale, s))
+                    total = s + u
+                if branch.norm is not None:
+                    total = module.get_submodule(branch.norm)(total)
+            if block.branches:
+                worst = max(worst, _worst(total, visit.z))
+            x = visit.z
+    return Check("branches", "the branches, added to the stream, give each block's output", worst, limit, "sublayers")
+
+
+def _reads_apart(stream: Stream, entry: Entry, inputs: Tensor, own: Tensor) -> float:
+    """How much the readout of a position depends on where the position stands and on what stands around it."""
+    last = _last(stream, entry)
+    order = torch.randperm(last.shape[1], generator=torch.Generator().manual_seed(0)).to(last.device)
+    shuffled = stream.readout(last[:, order], inputs)
+    return _worst(shuffled, own[:, order]) if shuffled.shape[:2] == last.shape[:2] == own.shape[:2] else float("inf")
+
+
+def _is_causal(stream: Stream, inputs: Tensor, limit: float) -> bool:
+    """Whether a change of the last position leaves the last state of all earlier ones as it was."""
+    if inputs.shape[1] < 2:
+        return True
+    changed = inputs.clone()
+    # Any other id that the sequence itself shows to be valid; failing that, its neighbour.
+    changed[:, -1] = inputs[:, 0] if bool((inputs[:, 0] != inputs[:, -1]).all()) else inputs[:, -1] * 0
+    if torch.equal(changed, inputs):
+        changed[:, -1] = inputs[:, -1] + 1
+    a, b = (_last(stream, stream.enter(t))[:, :-1] for t in (inputs, changed))
+    return _worst(a, b) <= limit
+
+
+def _objective(
+    checkpoint: Checkpoint, own: Tensor, width: int, causal: bool
+) -> Literal["causal", "masked"] | None:
+    if checkpoint.objective is not None or hasattr(checkpoint.model, "config") or checkpoint.inputs == "states":
+        return checkpoint.objective
+    # A module of one's own that takes ids and returns one number for each of them is a language model.
+    vocabulary = checkpoint.vocab_size
+    if own.ndim == 3 and own.shape[-1] != width and vocabulary is not None and own.shape[-1] >= vocabulary:
+        return "causal" if causal else "masked"
+    return None
