@@ -128,6 +128,10 @@ def read(
         notes = (f"The text is shorter than a sequence of {length:,}: one sequence of {packed.shape[1]:,} tokens.",)
     elif packed.shape[0] < tokens // length:
         notes = (f"Asked for {tokens:,} tokens, the text gives {packed.size:,} in whole sequences.",)
+    elif seq_len is not None and length < seq_len:
+        notes = (
+            f"Asked for sequences of {seq_len:,} tokens, and for {tokens:,} tokens in all: one sequence of those.",
+        )
     checked = _checked(packed, vocab_size, name, "the tokenizer does not belong to this model: pass --tokenizer")
     return Corpus(checked, owners, name, digest, sentence, notes)
 

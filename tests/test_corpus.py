@@ -111,6 +111,7 @@ def test_lengths(plain):
     assert read([TEXT * 30], plain).inputs.shape == (32, 256)
     assert read([TEXT * 30], plain, max_positions=64).inputs.shape == (128, 64)
     assert read([TEXT], plain, tokens=40).inputs.shape == (1, 40)
+    assert "40 tokens in all" in read([TEXT], plain, tokens=40, seq_len=64).notes[0]
     with pytest.raises(UsageError, match=r"512.*128 positions"):
         read([TEXT], plain, seq_len=512, max_positions=128)
     for bad in ({"tokens": 0}, {"tokens": -1}, {"tokens": 1}, {"seq_len": 1}, {"bos": "maybe"}):
