@@ -19,7 +19,8 @@ def sample(blocks=12, units=("block", "attention", "mlp"), post=False, sequences
 
     def add(metric, layer, value, unit="block", width=0.04):
         spread = width * abs(value) + 0.002
-        rows.append((layer, unit, metric, value, value - spread, value + spread, sequences))
+        low, high = (value - spread, value + spread) if sequences > 1 else (math.nan, math.nan)
+        rows.append((layer, unit, metric, value, low, high, sequences))
 
     for l in range(blocks + 1):
         add("residual_norm", l, norm[l])
@@ -103,7 +104,8 @@ def sample(blocks=12, units=("block", "attention", "mlp"), post=False, sequences
         },
         sinks=[{"position": 0, "sequences": sequences, "first_layer": 2, "last_layer": blocks, "max_norm": 22_000.0,
                 "max_ratio": 150.0}] if blocks > 2 else [],
-        skipped=[{"metric": "residual_norm", "layer": blocks // 2, "unit": "block", "without": 20.0, "including": 106.0}],
+        skipped=[{"metric": "residual_norm", "layer": blocks // 2, "unit": "block", "without": 20.0,
+                  "including": 106.0}],
         resolution={},
         cost={"forward_passes": 2.5, "block_evaluations": 1234, "seconds": 61.5},
         run={
@@ -152,7 +154,7 @@ def bare():
     """Norms only, no interval, nothing else: what is left when everything that can be refused was."""
     report = sample()
     layers = report.layers[report.layers["metric"] == "residual_norm"].assign(ci_low=math.nan, ci_high=math.nan)
-    growth = {key: None for key in ("cross_share", "growth_power", "growth_rate", "update_growth_rate")}
+    growth = dict.fromkeys(("cross_share", "growth_power", "growth_rate", "update_growth_rate"))
     return replace(
         report,
         layers=layers.reset_index(drop=True),

@@ -17,10 +17,19 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed"),
 ]
 
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --disable-default-apps --hide-scrollbars --remote-debugging-pipe"
-).split()
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-default-apps",
+    "--hide-scrollbars",
+    "--remote-debugging-pipe",
+]
 
 
 class Browser:
@@ -87,7 +96,9 @@ class Browser:
     def open(self, path, width, height=900, scheme="light", scale=1):
         """Load the file as a window of that width would, and forget the events of the page before."""
         self.events.clear()
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=False)
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=False
+        )
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.call("Page.navigate", url=path.absolute().as_uri())
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
@@ -170,7 +181,9 @@ def test_hostile_names_stay_text(browser, pages):
 
 def test_the_checks_can_fail(browser, tmp_path):
     bad = tmp_path / "bad.html"
-    bad.write_text("<div style='width:2000px'>x</div><img src='missing.png' alt=''><script>console.error('no')</script>")
+    bad.write_text(
+        "<div style='width:2000px'>x</div><img src='missing.png' alt=''><script>console.error('no')</script>"
+    )
     browser.events.clear()
     browser.call("Page.navigate", url=bad.as_uri())
     while not any(event["method"] == "Page.loadEventFired" for event in browser.events):

@@ -8,10 +8,11 @@ from typing import Any
 import seaborn as sns
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from depthprobe.report.panels import LIGHT, PANELS, Panel, Theme
 from depthprobe.report.schema import Report
-from depthprobe.report.tables import by_layer, number, units_of
+from depthprobe.report.tables import by_layer, highest, lowest, number, units_of
 
 __all__ = ["NAMES", "alt_text", "available", "panel", "reason_missing", "render"]
 
@@ -53,8 +54,8 @@ def render(report: Report, name: str, file_format: str = "png", theme: Theme = L
     """
     chosen = _BY_NAME[name]
     with rc_context(), sns.axes_style("whitegrid", rc=_style(theme)), sns.plotting_context("paper", rc=_SIZES):
-        figure = Figure(figsize=(_WIDTH, chosen.height), layout="constrained", facecolor=theme.background)
-        figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06)
+        layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06)
+        figure = Figure(figsize=(_WIDTH, chosen.height), layout=layout, facecolor=theme.background)
         axes = list(figure.subplots(chosen.rows, 1, sharex=chosen.rows > 1, squeeze=False)[:, 0])
         chosen.draw(report, axes, theme)
         sns.despine(fig=figure)
@@ -71,7 +72,7 @@ def alt_text(report: Report, name: str) -> str:
     chosen = _BY_NAME[name]
     if name == "angular_distance":
         rows = report.pairs[report.pairs["metric"] == name]
-        low, high = (rows.loc[rows["value"].idxmin()], rows.loc[rows["value"].idxmax()])
+        low, high = (lowest(rows), highest(rows))
         return (
             f"Heatmap of the angular distance between all states: smallest {number(low['value'])} between x_{low['i']} "
             f"and x_{low['j']}, largest {number(high['value'])} between x_{high['i']} and x_{high['j']}."

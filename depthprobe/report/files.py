@@ -57,7 +57,7 @@ def save(report: Report, directory: Path, figure_format: str = "png") -> Path:
 
 
 def _write(contents: dict[str, bytes], directory: Path) -> None:
-    """Write everything into a folder on the same disk first, so that what can fail fails before anything is replaced."""
+    """Write all of it to a folder on the same disk first: what can fail fails before anything is replaced."""
     exists = directory.is_dir()
     home = _nearest(directory)
     above = [path for path in directory.absolute().parents if not path.exists()]

@@ -5,13 +5,24 @@ Every sentence states what was measured, with its interval where it has one, and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
 from depthprobe.report.schema import Report
-from depthprobe.report.tables import by_layer, curve, number, placements, ranges, units_of, with_interval
+from depthprobe.report.tables import (
+    by_layer,
+    curve,
+    highest,
+    lowest,
+    number,
+    placements,
+    ranges,
+    units_of,
+    with_interval,
+)
 
 __all__ = ["CAVEAT", "Finding", "findings", "headline", "sentences"]
 
@@ -81,45 +92,42 @@ def _growth(report: Report) -> Finding | None:
         return None
     first, last = min(norms), max(norms)
     start, end = norms[first], norms[last]
-    span = f"from {number(start)} at x_{first} to {number(end)} at x_{last}"
+    span = f"{number(start)} at x_{first}, {number(end)} at x_{last}"
+    low, high = min(norms.values()), max(norms.values())
     if placements(report) == {"post"}:
-        low, high = min(norms.values()), max(norms.values())
-        text = f"Post-LN: every unit's output is normalised, so the stream does not accumulate; its mean norm goes {span}"
-        return Finding("Growth", f"{text}, and stays between {number(low)} and {number(high)}.")
-    factor = f", a factor of {number(end / start)}" if start > 0 else ""
+        text = f"Post-LN: every unit's output is normalised, so the stream does not accumulate. Its mean norm is {span}"
+        return Finding("Growth", text + ".", f"Over all states it lies between {number(low)} and {number(high)}.")
+    factor = f" (× {number(end / start)})" if start > 0 else ""
     peak = max(norms, key=lambda layer: norms[layer])
-    summit = f" (largest at x_{peak}: {number(norms[peak])})" if norms[peak] > 1.05 * max(start, end) else ""
-    more = [_law(report), _cross(report)]
-    return Finding("Growth", f"The stream's mean norm goes {span}{factor}{summit}.", " ".join(filter(None, more)))
+    summit = f", largest at x_{peak}: {number(high)}" if high > 1.05 * max(start, end) else ""
+    law, fits = _law(report, len(norms))
+    more = " ".join(filter(None, (fits, _cross(report))))
+    return Finding("Growth", f"The stream's mean norm is {span}{factor}{summit}{law}.", more)
 
 
-def _law(report: Report) -> str:
-    power, rate = report.growth.get("growth_power"), report.growth.get("growth_rate")
-    fits = {name: report.growth.get(key) for name, key in (("power", "r2_power"), ("rate", "r2_rate"))}
-    known = {
-        name: r2
-        for (name, r2), value in zip(fits.items(), (power, rate), strict=True)
-        if r2 is not None and _known(value)
+def _law(report: Report, states: int) -> tuple[str, str]:
+    """Which of the two fitted laws is closer, and how close both are; nothing for so few states that any law fits."""
+    said = {
+        "growth_rate": ("a constant rate", "× {} a block", 4),
+        "growth_power": ("a power law", "exponent {}", 3),
     }
-    if not known:
-        return ""
-    quality = ", ".join(f"R² {number(r2, 2)} for a {'power law' if name == 'power' else 'constant rate'}"
-                        for name, r2 in known.items())  # fmt: skip
-    best = max(known, key=lambda name: known[name])
+    quality = {"growth_rate": report.growth.get("r2_rate"), "growth_power": report.growth.get("r2_power")}
+    known = {key: r2 for key, r2 in quality.items() if r2 is not None and _known(report.growth.get(key))}
+    if not known or states < 4:
+        return "", ""
+    fits = "R² is " + ", ".join(f"{number(float(r2), 2)} for {said[key][0]}" for key, r2 in known.items()) + "."
+    best = max(known, key=lambda key: known[key])
     if known[best] < _FITS:
-        return f"Neither of the fitted laws describes it well ({quality})."
-    if best == "rate":
-        return f"A constant rate fits better: × {with_interval(rate, 4)} a block ({quality})." if len(known) > 1 else (
-            f"A constant rate fits: × {with_interval(rate, 4)} a block ({quality}).")  # fmt: skip
-    better = "fits better" if len(known) > 1 else "fits"
-    return f"A power law {better}: exponent {with_interval(power)} ({quality})."
+        return ", with no fitted law that describes it well", fits
+    law, words, digits = said[best]
+    return f", closest to {law}, {words.format(with_interval(report.growth[best], digits))}", fits
 
 
 def _cross(report: Report) -> str:
     share = report.growth.get("cross_share")
     if not _known(share):
         return ""
-    return f"The share of the squared norm's change that comes from alignment (cross term) is {with_interval(share)}."
+    return f"The cross term of updates with the stream makes up {with_interval(share)} of the change in squared norm."
 
 
 def _updates(report: Report) -> Finding | None:
@@ -128,22 +136,14 @@ def _updates(report: Report) -> Finding | None:
     if len(sizes) < 2:
         return None
     small, large = min(sizes, key=lambda i: sizes[i]), max(sizes, key=lambda i: sizes[i])
-    spread = f"block {small} ({number(sizes[small])}) to block {large} ({number(sizes[large])})"
-    text = f"The blocks' updates differ in norm from {spread}"
-    if sizes[small] > 0:
-        text += f", a factor of {number(sizes[large] / sizes[small])}"
-    if not _known(rate):
+    text = (
+        f"Block updates have norms of {number(sizes[small])} (block {small}) to {number(sizes[large])} (block {large})"
+    )
+    if not _known(rate) or len(sizes) < 3:
         return Finding("Update size", text + ".")
-    trend = f"their trend is × {with_interval(rate, 4)} a block"
-    if rate["ci_low"] is None or rate["ci_high"] is None:
-        verdict = ""
-    elif rate["ci_low"] > 1:
-        verdict = ": later blocks write more"
-    elif rate["ci_high"] < 1:
-        verdict = ": later blocks write less"
-    else:
-        verdict = ": no trend that this sample can tell from a constant size"
-    return Finding("Update size", f"{text}; {trend}{verdict}.")
+    low, high = _ends(rate)
+    verdict = "growing" if low > 1 else "shrinking" if high < 1 else "not told apart from constant"
+    return Finding("Update size", f"{text}; trend × {with_interval(rate, 4)} a block: {verdict}.")
 
 
 def _ratio(report: Report) -> Finding | None:
@@ -156,10 +156,10 @@ def _ratio(report: Report) -> Finding | None:
         return Finding("Update ratio", f"A block's update against the stream it reads: {each}.")
     layers, third = sorted(values), len(values) // 3
     early, late = (sum(values[i] for i in part) / third for part in (layers[:third], layers[-third:]))
-    least = rows.loc[rows["value"].idxmin()]
+    least = lowest(rows)
     text = (
-        f"A block's update is {number(early)} of the stream on average over the first third of the blocks "
-        f"and {number(late)} over the last third; least in block {least['layer']}: {with_interval(least)}."
+        f"A block's update is {number(early)} of the stream over the first third of the blocks, {number(late)} over "
+        f"the last; least in block {least['layer']}: {with_interval(least)}."
     )
     return Finding("Update ratio", text)
 
@@ -178,10 +178,11 @@ def _signs(report: Report, unit: str) -> str:
     floor = report.resolution.get("update_alignment", 0.0)
     signs = [_sign(row, floor) for _, row in rows.iterrows()]
     words = {1: "along the stream", -1: "against it", 0: "with no sign that this sample can tell"}
-    where = {sign: ranges(int(row["layer"]) for (_, row), s in zip(rows.iterrows(), signs, strict=True) if s == sign)
-             for sign in (1, -1, 0)}  # fmt: skip
-    stretches = ", ".join(f"{words[sign]} in {'block' if where[sign].isdigit() else 'blocks'} {where[sign]}"
-                          for sign in (1, -1, 0) if where[sign])  # fmt: skip
+    layers = [int(layer) for layer in rows["layer"]]
+    where = {sign: ranges(layer for layer, s in zip(layers, signs, strict=True) if s == sign) for sign in words}
+    stretches = ", ".join(
+        f"{words[sign]} in block{'' if at.isdigit() else 's'} {at}" for sign, at in where.items() if at
+    )
     told = [sign for sign, _ in groupby(sign for sign in signs if sign)]
     changes = sum(a != b for a, b in pairwise(told))
     change = f" (the sign changes {_times(changes)})" if changes else ""
@@ -197,23 +198,20 @@ def _neighbours(report: Report) -> Finding | None:
     rows = curve(report, "block_influence")
     if rows.empty:
         return None
-    least, most = rows.loc[rows["value"].idxmin()], rows.loc[rows["value"].idxmax()]
-    text = f"Block {least['layer']} turns the stream least: block influence {with_interval(least)}"
-    if len(rows) > 1:
-        text += f"; block {most['layer']} turns it most: {with_interval(most)}"
-    return Finding("Similarity", text + ".")
+    least, most = lowest(rows), highest(rows)
+    if len(rows) == 1:
+        return Finding("Similarity", f"Block {least['layer']} has a block influence of {with_interval(least)}.")
+    text = f"Block {least['layer']} turns the stream least, block influence {with_interval(least)}"
+    return Finding("Similarity", f"{text}; block {most['layer']} most, {with_interval(most)}.")
 
 
 def _interaction(report: Report) -> Finding | None:
     rows = curve(report, "interaction_error")
     if rows.empty:
         return None
-    least = rows.loc[rows["value"].idxmin()]
+    least = lowest(rows)
     layer = int(least["layer"])
-    text = (
-        f"Block {layer + 1} depends least on the update just before it, block {layer}'s: "
-        f"interaction error {with_interval(least)}"
-    )
+    text = f"Block {layer + 1} needs block {layer}'s update least: interaction error {with_interval(least)}"
     control = curve(report, "interaction_error_control")
     if control.empty:
         return Finding("Interaction", text + ".")
@@ -224,8 +222,10 @@ def _interaction(report: Report) -> Finding | None:
         text += f", {verdicts[layer]} its control, {with_interval(foreign[layer])}"
     count = {verdict: sum(v == verdict for v in verdicts.values()) for verdict in ("below", "above", "not apart from")}
     parts = ", ".join(f"{many} {verdict}" for verdict, many in count.items() if many)
-    more = f"Of {len(rows)} neighbouring pair{_s(len(rows))}, with intervals that do not overlap: {parts} the control."
-    more += f" The median error is {number(float(rows['value'].median()))}."
+    more = (
+        f"The median over {len(rows)} neighbouring pair{_s(len(rows))} is {number(float(rows['value'].median()))}; "
+        f"told by intervals that do not overlap, {parts} the control."
+    )
     return Finding("Interaction", text + ".", more)
 
 
@@ -242,30 +242,33 @@ def _angles(report: Report) -> Finding | None:
         return None
     close = rows[rows["value"] <= _CLOSE]
     if close.empty:
-        nearest = rows.loc[rows["value"].idxmin()]
+        nearest = lowest(rows)
         text = f"No two states are within an angular distance of {_CLOSE} ({_CLOSE * 180:.0f}°)"
-        return Finding("Angles", f"{text}; the closest are x_{nearest['i']} and x_{nearest['j']}: {with_interval(nearest)}.")
+        return Finding(
+            "Angles", f"{text}; the closest are x_{nearest['i']} and x_{nearest['j']}: {with_interval(nearest)}."
+        )
     width = close["j"] - close["i"]
     widest = close[width == width.max()]
-    best = widest.loc[widest["value"].idxmin()]
-    count = int(best["j"] - best["i"])
-    which = f"block {best['i']} turns" if count == 1 else f"blocks {best['i']}–{best['j'] - 1} together turn"
-    text = f"The widest range within an angular distance of {_CLOSE} ({_CLOSE * 180:.0f}°): {which} the stream by "
-    return Finding("Angles", f"{text}{with_interval(best)}, {count} of {report.model['blocks']} blocks.")
+    best = lowest(widest)
+    count, blocks = int(best["j"] - best["i"]), report.model["blocks"]
+    which = f"Block {best['i']} turns" if count == 1 else f"Blocks {best['i']}–{best['j'] - 1} together turn"
+    text = f"{which} the stream by {with_interval(best)}: at {count} of {blocks}, the widest range"
+    return Finding("Angles", f"{text} within an angular distance of {_CLOSE} ({_CLOSE * 180:.0f}°).")
 
 
 def _lens(report: Report) -> Finding | None:
-    top1 = by_layer(report, "lens_top1")
+    top1, loss = by_layer(report, "lens_top1"), by_layer(report, "lens_loss")
     if len(top1) < 2:
         return None
     last = max(top1)
-    said = [(share, _from(top1, share)) for share in (0.5, 0.9)]
-    words = [f"{share * 100:.0f} % {'only in' if layer == last else 'from'} x_{layer}{'' if layer == last else ' on'}"
-             for share, layer in said]  # fmt: skip
-    text = f"Read through the model's own head, the stream agrees with the final top-1 token at more than {words[0]}, {words[1]}."
-    loss = by_layer(report, "lens_loss")
-    more = f"The lens loss goes from {number(loss[min(loss)])} nats at x_{min(loss)} to {number(loss[max(loss)])} at x_{max(loss)}." if loss else ""  # fmt: skip  # noqa: E501
-    return Finding("Lens", text, more)
+    starts = {share: _from(top1, share) for share in (0.5, 0.9)}
+    said = [f"{share:.0%} {'only at' if at == last else 'from'} x_{at}" for share, at in starts.items()]
+    text = f"Read by the model's own head, the stream's top-1 token is the final one at over {said[0]}, {said[1]}"
+    more = ""
+    if loss:
+        first, end = min(loss), max(loss)
+        more = f"The lens loss is {number(loss[first])} nats at x_{first}, {number(loss[end])} at x_{end}."
+    return Finding("Lens", text + ".", more)
 
 
 def _from(values: dict[int, float], bound: float) -> int:
@@ -280,42 +283,45 @@ def _sinks(report: Report) -> Finding | None:
         return Finding("Sinks", "No position's norm exceeds 50 times the median of its layer.")
     skip, sequences = report.corpus.get("skip_first", 0), report.corpus["sequences"]
     shown = sorted(report.sinks, key=lambda sink: -(sink["max_ratio"] or 0))
-    top = shown[0]
+    top, others = shown[0], shown[1:]
     out = "left out of the averages" if top["position"] < skip else "counted in the averages"
     text = (
-        f"Position {top['position']} exceeds 50 times its layer's median norm in {top['sequences']:,} of {sequences:,} "
-        f"sequences (x_{top['first_layer']} to x_{top['last_layer']}): up to {number(top['max_norm'])}, "
-        f"{number(top['max_ratio'])} times the median; it is {out}."
+        f"Position {top['position']} is over 50 times its layer's median norm in {top['sequences']:,} of {sequences:,} "
+        f"sequences, up to {number(top['max_ratio'])} times (norm {number(top['max_norm'])}); {out}."
     )
-    others = len(shown) - 1
-    counted = sum(sink["position"] >= skip for sink in shown[1:])
-    more = f"{others} other position{_s(others)} exceed{'s' if others == 1 else ''} it too, {counted} of them counted in the averages." if others else ""  # fmt: skip  # noqa: E501
+    counted = sum(sink["position"] >= skip for sink in others)
+    more = f"It does so within x_{top['first_layer']} to x_{top['last_layer']}."
+    if others:
+        more += f" {len(others)} more position{_s(len(others))} over 50 times, {counted} of them counted."
     return Finding("Sinks", text, more)
 
 
 def _precision(report: Report) -> Finding | None:
     if not report.resolution:
         return None
-    named = [name for name in ("update_ratio", "block_influence", "interaction_error") if name in report.resolution]
-    named = named or sorted(report.resolution)[:3]
+    usual = {"update_ratio", "block_influence", "interaction_error"}
+    named = sorted(usual & set(report.resolution)) or sorted(report.resolution)[:3]
     each = ", ".join(f"{name} {number(report.resolution[name])}" for name in named)
-    return Finding("Precision", f"Run in {report.model['dtype']}, where rounding alone gives {each}: no difference below that is drawn.")  # noqa: E501
+    text = f"Run in {report.model['dtype']}: rounding alone gives {each}; what is no larger is not told apart."
+    return Finding("Precision", text)
 
 
 def _few(report: Report) -> Finding | None:
     count = report.corpus["sequences"]
     if count >= _FEW:
         return None
-    text = "There is one sequence only, so nothing has an interval over sequences."
+    text = "There is one sequence only: nothing here has an interval over sequences."
     if count > 1:
-        text = f"Every interval rests on only {count} sequences; below {_FEW} a bootstrap tends to be too narrow."
+        text = f"Every interval rests on only {count} sequences: with fewer than {_FEW} it tends to be too narrow."
     return Finding("Few sequences", text)
 
 
 def _ends(row: Any) -> tuple[float, float]:
-    """The interval's ends; the value itself where there is none."""
-    value, low, high = float(row["value"]), row["ci_low"], row["ci_high"]
-    return (value, value) if low != low or high != high or low is None or high is None else (float(low), float(high))
+    """The interval's ends; everything where there is no interval, so that nothing is told apart."""
+    low, high = row["ci_low"], row["ci_high"]
+    if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
+        return -math.inf, math.inf
+    return float(low), float(high)
 
 
 def _known(value: Any) -> bool:

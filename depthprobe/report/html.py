@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import re
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 import jinja2
+import markupsafe
 
 from depthprobe.glossary import METRICS, NOTATION, Metric
 from depthprobe.report import figures, tables
@@ -41,6 +43,7 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters["number"] = tables.number
     environment.filters["share"] = tables.with_interval
+    environment.filters["formula"] = _subscripts
     environment.filters["visible"] = visible
     return environment
 
@@ -52,6 +55,14 @@ def _resource(name: str) -> str:
 def visible(text: Any) -> str:
     """Text in which what a page would hide or be confused by (control and direction characters) shows as its escape."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def _subscripts(text: Any) -> markupsafe.Markup:
+    """Escaped text with the subscripts of its formulas set as such: x_l, Δ_l, x_{l+1}; names_with_underscores stay."""
+    return markupsafe.Markup(_SUBSCRIPT.sub(r"\1<sub>\2\3</sub>", str(markupsafe.escape(text))))
+
+
+_SUBSCRIPT = re.compile(r"(?<![A-Za-z0-9_])([A-Za-zμσΔ])_(?:\{([^{}<>&]*)\}|([A-Za-z0-9]+))(?![\w])")
 
 
 def _common(report: Report) -> dict[str, Any]:
@@ -67,7 +78,7 @@ def _details(report: Report) -> dict[str, Any]:
         reason = None if name in there else figures.reason_missing(report, name)
         if name not in there and not reason:
             continue
-        section = {"panel": panel, "reason": reason, "metrics": _entries(panel.metrics, used)}
+        section: dict[str, Any] = {"panel": panel, "reason": reason, "metrics": _entries(panel.metrics, used)}
         if name in there:
             section |= {
                 "light": _data_uri(report, name, LIGHT),
@@ -127,8 +138,7 @@ def _facts(report: Report) -> list[tuple[str, list[tuple[str, str]]]]:
             ("documents", corpus["documents"] and tables.number(corpus["documents"])),
             ("in front", corpus["bos"]), ("first ids", " ".join(map(str, corpus["first_ids"] or []))),
             ("first tokens", " ".join(f"⟨{visible(token)}⟩" for token in first)),
-            ("left out", f"the first {corpus['skip_first']} position(s) of every sequence, for metrics of the stream"
-                         if corpus["skip_first"] else "no position"),
+            ("left out", _left_out(corpus["skip_first"])),
         ]),
         ("Run", [
             ("seed", run.get("seed")), ("depthprobe", run.get("depthprobe")),
@@ -142,6 +152,13 @@ def _facts(report: Report) -> list[tuple[str, list[tuple[str, str]]]]:
         ]),
     ]  # fmt: skip
     return [(name, [(key, str(value)) for key, value in rows if value not in (None, "")]) for name, rows in groups]
+
+
+def _left_out(skip: int) -> str:
+    if not skip:
+        return "no position"
+    which = "position 0" if skip == 1 else f"positions 0–{skip - 1}"
+    return f"{which} of every sequence, from the metrics of the stream"
 
 
 def _round(value: Any) -> str:

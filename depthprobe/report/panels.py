@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from depthprobe.report.schema import Report
-from depthprobe.report.tables import curve, pair_matrix, units_of
+from depthprobe.report.tables import UNITS, curve, pair_matrix
 
 __all__ = ["DARK", "LIGHT", "PANELS", "Panel", "Theme"]
 
@@ -22,7 +23,7 @@ _NEAR_ONE = ("cosine", "cka", "linearity", "interaction_cosine", "lens_top1")
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of one variant of a figure; the line colours are Okabe and Ito's, apart for colour-blind eyes and in grey."""
+    """Colours of one variant of a figure; lines after Okabe and Ito, told apart by colour-blind eyes and in grey."""
 
     background: str
     ink: str
@@ -33,7 +34,7 @@ class Theme:
 LIGHT = Theme("#ffffff", "#1f2430", "#dcdfe6", ("#0072b2", "#d55e00", "#009e73", "#8a3f74"))
 DARK = Theme("#16191f", "#dfe3ea", "#343a45", ("#56b4e9", "#f0a05a", "#3fc79a", "#d89cc4"))
 _MARKERS = ("o", "s", "^", "D")
-_DASHES = ("", (4, 1.5), (1.5, 1.2), (5, 1.5, 1.2, 1.5))
+_DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1.5, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,9 @@ class Panel:
     draw: Callable[[Report, Sequence[Axes], Theme], None]
 
 
-def _lines(report: Report, ax: Axes, theme: Theme, what: Sequence[tuple[str, str, str]], ylabel: str) -> list[pd.DataFrame]:
+def _lines(
+    report: Report, ax: Axes, theme: Theme, what: Sequence[tuple[str, str, str]], ylabel: str
+) -> list[pd.DataFrame]:
     """Draw (metric, unit, label) curves with their intervals; those that were not measured are passed over."""
     drawn = []
     for place, (metric, unit, label) in enumerate(what):
@@ -72,11 +75,20 @@ def _lines(report: Report, ax: Axes, theme: Theme, what: Sequence[tuple[str, str
             continue
         colour = theme.lines[place % len(theme.lines)]
         marker = _MARKERS[place % len(_MARKERS)]
-        sns.lineplot(x=rows["layer"].to_numpy(), y=rows["value"].to_numpy(), ax=ax, label=label, color=colour, errorbar=None,
-                     marker=marker, dashes=False, linewidth=1.6, markersize=5 if len(rows) <= 40 else 3,
-                     markeredgecolor=theme.background, markeredgewidth=0.5)  # fmt: skip
-        if _DASHES[place % len(_DASHES)]:
-            ax.lines[-1].set_dashes(_DASHES[place % len(_DASHES)])
+        sns.lineplot(
+            x=rows["layer"].to_numpy(),
+            y=rows["value"].to_numpy(),
+            ax=ax,
+            label=label,
+            color=colour,
+            errorbar=None,
+            marker=marker,
+            linewidth=1.6,
+            markersize=5 if len(rows) <= 40 else 3,
+            markeredgecolor=theme.background,
+            markeredgewidth=0.5,
+        )
+        ax.lines[-1].set_linestyle(_DASHES[place % len(_DASHES)])
         known = rows.dropna(subset=["ci_low", "ci_high"])
         ax.fill_between(known["layer"], known["ci_low"], known["ci_high"], color=colour, alpha=0.2, linewidth=0)
         drawn.append(rows)
@@ -85,18 +97,23 @@ def _lines(report: Report, ax: Axes, theme: Theme, what: Sequence[tuple[str, str
     return drawn
 
 
-def _finish(ax: Axes, ylabel: str, xlabel: str = "layer l") -> None:
+def _finish(ax: Axes, ylabel: str, xlabel: str = "layer $l$") -> None:
     ax.set(xlabel=xlabel, ylabel=ylabel)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     low, high = ax.get_xlim()
     if high - low < 1:  # a single layer
         ax.set_xlim(low - 0.5, high + 0.5)
     handles, _ = ax.get_legend_handles_labels()
-    if ax.get_legend():
-        ax.get_legend().remove()
+    _no_legend(ax)
     if len(handles) > 1:
         ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=min(len(handles), 4), frameon=False, borderaxespad=0.2,
                   handlelength=2.4, columnspacing=1.4)  # fmt: skip
+
+
+def _no_legend(ax: Axes) -> None:
+    legend = ax.get_legend()
+    if legend is not None:
+        legend.remove()
 
 
 def _rounding(report: Report, ax: Axes, theme: Theme, metrics: Sequence[str]) -> None:
@@ -133,59 +150,64 @@ def _log_if_wide(ax: Axes, tables: Sequence[pd.DataFrame]) -> None:
 def _growth(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
     ax = axes[0]
     what = [("residual_norm", "block", "mean"), ("residual_norm_median", "block", "median")]
-    tables = _lines(report, ax, theme, what, "‖x_l‖")
+    tables = _lines(report, ax, theme, what, r"$\|x_l\|$")
     norms = tables[0][tables[0]["value"] > 0]
     layers, logs = norms["layer"].to_numpy(dtype=float), np.log(norms["value"].to_numpy())
     # the slopes are the report's own; only the height of each line is set here, to the same least squares
     for key, place, first in (("growth_power", 2, 1), ("growth_rate", 3, 0)):
         fit, kept = report.growth.get(key), layers >= first
-        if not fit or fit.get("value") is None or kept.sum() < 2 or fit["value"] <= 0 and key == "growth_rate":
+        if not fit or fit.get("value") is None or kept.sum() < 2 or (fit["value"] <= 0 and key == "growth_rate"):
             continue
         slope = fit["value"] if key == "growth_power" else np.log(fit["value"])
         x = np.log(layers[kept]) if key == "growth_power" else layers[kept]
-        label = f"power, l^{fit['value']:.2f}" if key == "growth_power" else f"rate, {fit['value']:.3f}^l"
+        label = f"power, $l^{{{fit['value']:.2f}}}$" if key == "growth_power" else f"rate, ${fit['value']:.3f}^l$"
         y = np.exp(slope * (x - x.mean()) + logs[kept].mean())
-        ax.plot(layers[kept], y, color=theme.lines[place], linewidth=1.1, dashes=_DASHES[place], label=label)
+        ax.plot(layers[kept], y, color=theme.lines[place], linewidth=1.1, linestyle=_DASHES[place], label=label)
     _log_if_wide(ax, tables)
     if ax.get_yscale() == "linear":
         ax.set_ylim(bottom=0)
-    _finish(ax, "‖x_l‖")
+    _finish(ax, r"$\|x_l\|$")
 
 
 def _decomposition(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
     ax, rows = axes[0], pd.DataFrame(report.growth["decomposition"]).sort_values("layer")
-    # parts of either sign stack away from zero on their own side, so the bars stay honest when the cross term is negative
+    # each sign stacks away from zero on its own side, so that a negative cross term shows as one
     up, down = np.zeros(len(rows)), np.zeros(len(rows))
-    for place, (key, label) in enumerate((("start", "start ‖x_0‖²"), ("updates", "updates"), ("cross", "cross term"))):
+    for place, (key, label) in enumerate(
+        (("start", r"start $\|x_0\|^2$"), ("updates", "updates"), ("cross", "cross term"))
+    ):
         part = rows[key].to_numpy(dtype=float)
         base = np.where(part >= 0, up, down)
         ax.bar(rows["layer"], part, bottom=base, width=0.86, color=theme.lines[place], label=label, linewidth=0.6,
                edgecolor=theme.background, hatch=("", "///", "...")[place])  # fmt: skip
         up, down = up + np.clip(part, 0, None), down + np.clip(part, None, 0)
-    ax.plot(rows["layer"], rows["stream"], color=theme.ink, marker="o", markersize=3.5, linewidth=1.2, label="‖x_l‖²")
+    ax.plot(
+        rows["layer"], rows["stream"], color=theme.ink, marker="o", markersize=3.5, linewidth=1.2, label=r"$\|x_l\|^2$"
+    )
     _zero(ax, theme)
     _finish(ax, "squared norm")
 
 
 def _ratio(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
-    tables = _lines(report, axes[0], theme, [("update_ratio", unit, unit) for unit in _UNIT_ORDER], "‖u‖ / ‖s‖")
+    tables = _lines(report, axes[0], theme, [("update_ratio", unit, unit) for unit in UNITS], r"$\|u\|\,/\,\|s\|$")
     _log_if_wide(axes[0], tables)
     if axes[0].get_yscale() == "linear":
         axes[0].set_ylim(bottom=0)
 
 
 def _alignment(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
-    for ax, metric, ylabel in zip(axes, ("update_alignment", "update_share"), ("cos(u, s)", "⟨u, y⟩ / ‖y‖²"), strict=True):
-        _lines(report, ax, theme, [(metric, unit, unit) for unit in _UNIT_ORDER], ylabel)
+    for ax, metric, ylabel in zip(
+        axes, ("update_alignment", "update_share"), (r"cos$(u, s)$", r"$\langle u, y\rangle\,/\,\|y\|^2$"), strict=True
+    ):
+        _lines(report, ax, theme, [(metric, unit, unit) for unit in UNITS], ylabel)
         _zero(ax, theme)
-    if axes[1].get_legend():
-        axes[1].get_legend().remove()
+    _no_legend(axes[1])
 
 
 def _similarity(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
     what = [("cosine_adjacent", "block", "cosine"), ("cosine_adjacent_centred", "block", "centred"),
             ("cosine_adjacent_standardised", "block", "standardised"), ("cka_adjacent", "block", "CKA")]  # fmt: skip
-    _lines(report, axes[0], theme, what, "similarity of x_l, x_{l+1}")
+    _lines(report, axes[0], theme, what, r"similarity of $x_l$ and $x_{l+1}$")
 
 
 def _angles(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
@@ -193,7 +215,7 @@ def _angles(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
     step = max(1, len(square) // 10)
     sns.heatmap(square, ax=ax, cmap="mako", square=True, vmin=0, rasterized=True, xticklabels=step, yticklabels=step,
                 cbar_kws={"label": "angular distance (1 = opposite)"})  # fmt: skip
-    ax.set(xlabel="state x_j", ylabel="state x_i")
+    ax.set(xlabel="state $x_j$", ylabel="state $x_i$")
     ax.tick_params(axis="y", rotation=0)
 
 
@@ -205,7 +227,7 @@ def _interaction(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
 
 
 def _linearity(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
-    what = [("linearity", "block", "x_l → x_{l+1}"), ("linearity_update", "block", "x_l → Δ_l")]
+    what = [("linearity", "block", r"$x_l \to x_{l+1}$"), ("linearity_update", "block", r"$x_l \to \Delta_l$")]
     _lines(report, axes[0], theme, what, "held-out R²")
     _zero(axes[0], theme)
 
@@ -213,20 +235,18 @@ def _linearity(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
 def _lens(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
     what = [("lens_loss", "block", "loss"), ("lens_kl", "block", "KL to the final prediction")]
     _lines(report, axes[0], theme, what, "nats")
-    axes[0].set_ylim(bottom=0)
+    axes[0].set_ylim(bottom=-0.02 * axes[0].get_ylim()[1])
     _lines(report, axes[1], theme, [("lens_top1", "block", "top-1 agreement")], "top-1 agreement")
     axes[1].set_ylim(-0.02, 1.04)
 
-
-_UNIT_ORDER = ("block", "attention", "mlp")
 
 PANELS: tuple[Panel, ...] = (
     Panel(
         "growth", "How the stream grows",
         "A straight line on a logarithmic axis is growth by a constant factor; where mean and median part, a few "
         "tokens carry the norm.",
-        ("residual_norm", "residual_norm_median", "growth_power", "growth_rate"), ("residual_norm",),
-        ("growth", "norm of the stream"), 3.7, 1, _growth,
+        ("residual_norm", "residual_norm_median", "growth_power", "growth_rate", "update_growth_rate"),
+        ("residual_norm",), ("growth", "norm of the stream"), 3.7, 1, _growth,
     ),
     Panel(
         "decomposition", "What the growth is made of",
@@ -238,7 +258,7 @@ PANELS: tuple[Panel, ...] = (
         "update_ratio", "How much each unit changes the stream",
         "Near 0 a unit hardly changes what it reads; a curve that falls with depth means that later units change "
         "relatively less.",
-        ("update_ratio", "update_growth_rate"), ("update_ratio",), ("update ratio",), 3.6, 1, _ratio,
+        ("update_ratio",), ("update_ratio",), ("update ratio",), 3.6, 1, _ratio,
     ),
     Panel(
         "alignment", "In which direction each unit writes",
@@ -262,7 +282,8 @@ PANELS: tuple[Panel, ...] = (
         "interaction", "Whether the next block needs this one",
         "At l: how much block l+1's update changes when block l's is hidden from it; below the control it reacts less "
         "to that update than to a foreign one of equal size and angle.",
-        ("interaction_error", "interaction_error_control"), ("interaction_error",), ("interaction",), 3.6, 1, _interaction,
+        ("interaction_error", "interaction_error_control"), ("interaction_error",), ("interaction",), 3.6, 1,
+        _interaction,
     ),
     Panel(
         "linearity", "Whether a matrix could replace the block",

@@ -179,7 +179,9 @@ class Report:
         if finite.all():
             return
         row = frame.loc[~finite].iloc[0]
-        where = f"layer {row['layer']}, unit {row['unit']}" if table == "layers" else f"states {row['i']} and {row['j']}"
+        where = (
+            f"layer {row['layer']}, unit {row['unit']}" if table == "layers" else f"states {row['i']} and {row['j']}"
+        )
         found = f"{row['metric']} is {row['value']} at {where} ({self.model.get('dtype')})"
         raise NonFiniteError(found, "a finite number", "try --dtype float32")
 

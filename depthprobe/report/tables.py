@@ -17,8 +17,10 @@ __all__ = [
     "anatomy_rows",
     "by_layer",
     "curve",
+    "highest",
     "interval",
     "layer_table",
+    "lowest",
     "metrics_used",
     "number",
     "pair_matrix",
@@ -63,6 +65,16 @@ def curve(report: Report, metric: str, unit: str = "block") -> pd.DataFrame:
     frame = report.layers
     chosen = frame[(frame["metric"] == metric) & (frame["unit"] == unit)]
     return chosen.sort_values("layer").reset_index(drop=True)
+
+
+def lowest(rows: pd.DataFrame) -> pd.Series:
+    """The row of the smallest value, the first of equals."""
+    return rows.iloc[int(rows["value"].to_numpy().argmin())]
+
+
+def highest(rows: pd.DataFrame) -> pd.Series:
+    """The row of the largest value, the first of equals."""
+    return rows.iloc[int(rows["value"].to_numpy().argmax())]
 
 
 def by_layer(report: Report, metric: str, unit: str = "block") -> dict[int, float]:
@@ -190,5 +202,7 @@ def layer_table(report: Report, most: int | None = None) -> LayerTable:
 
 def metrics_used(report: Report) -> set[str]:
     """The names of all metrics that the report has a value of."""
-    growth = {name for name, value in report.growth.items() if isinstance(value, dict) and value.get("value") is not None}
+    growth = {
+        name for name, value in report.growth.items() if isinstance(value, dict) and value.get("value") is not None
+    }
     return set(report.layers["metric"]) | set(report.pairs["metric"]) | growth
