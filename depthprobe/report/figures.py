@@ -53,7 +53,7 @@ def render(report: Report, name: str, file_format: str = "png", theme: Theme = L
         theme: `LIGHT` or `DARK`.
     """
     chosen = _BY_NAME[name]
-    with rc_context(), sns.axes_style("whitegrid", rc=_style(theme)), sns.plotting_context("paper", rc=_SIZES):
+    with rc_context(_FILES), sns.axes_style("whitegrid", rc=_style(theme)), sns.plotting_context("paper", rc=_SIZES):
         layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06)
         figure = Figure(figsize=(_WIDTH, chosen.height), layout=layout, facecolor=theme.background)
         axes = list(figure.subplots(chosen.rows, 1, sharex=chosen.rows > 1, squeeze=False)[:, 0])
@@ -94,6 +94,8 @@ def alt_text(report: Report, name: str) -> str:
     return f"Curves over depth: {'; '.join(said)}."
 
 
+# seaborn's contexts drop what is not style, so these have one of their own
+_FILES = {"hatch.linewidth": 0.5, "svg.hashsalt": "depthprobe", "svg.fonttype": "path", "savefig.facecolor": "auto"}
 _SIZES = {"font.size": 9.5, "axes.labelsize": 9.5, "xtick.labelsize": 9, "ytick.labelsize": 9, "legend.fontsize": 9}
 
 
@@ -109,8 +111,4 @@ def _style(theme: Theme) -> dict[str, Any]:
         "grid.color": theme.faint,
         "font.family": "sans-serif",
         "font.sans-serif": ["DejaVu Sans"],
-        "hatch.linewidth": 0.5,
-        "svg.hashsalt": "depthprobe",
-        "svg.fonttype": "path",
-        "savefig.facecolor": theme.background,
     }

@@ -213,8 +213,17 @@ def _similarity(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
 def _angles(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
     ax, square = axes[0], pair_matrix(report, "angular_distance").fillna(0.0)
     step = max(1, len(square) // 10)
-    sns.heatmap(square, ax=ax, cmap="mako", square=True, vmin=0, rasterized=True, xticklabels=step, yticklabels=step,
-                cbar_kws={"label": "angular distance (1 = opposite)"})  # fmt: skip
+    sns.heatmap(
+        square,
+        ax=ax,
+        cmap="mako",
+        vmin=0,
+        rasterized=True,
+        xticklabels=step,
+        yticklabels=step,
+        cbar_kws={"label": "angular distance (1 = opposite)"},
+    )
+    ax.set_box_aspect(1)
     ax.set(xlabel="state $x_j$", ylabel="state $x_i$")
     ax.tick_params(axis="y", rotation=0)
 

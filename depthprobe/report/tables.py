@@ -103,12 +103,13 @@ def number(value: Any, digits: int = 3) -> str:
         return "–"
     if isinstance(value, int):
         text = f"{value:,}"
-    elif value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e7):
-        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
-        text = f"{mantissa}e{int(exponent)}"
     else:
-        magnitude = math.floor(math.log10(abs(value))) if value else 0
-        text = f"{value:,.{max(0, digits - 1 - magnitude)}f}"
+        # the exponent of the rounded value: 9.999 has two digits before the point
+        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+        if value != 0 and not 1e-3 <= abs(value) < 1e7:
+            text = f"{mantissa}e{int(exponent)}"
+        else:
+            text = f"{value:,.{max(0, digits - 1 - int(exponent))}f}"
     return text.replace("-", "−")
 
 
