@@ -6,11 +6,14 @@ file here: its loader drops, without a word, hyperparameters and tensors that it
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.util
 import math
 import pickle
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +80,13 @@ def open_gguf(path: Path, options: Options) -> Opened:
         raise CheckpointError(
             f"{path} needs the packages gguf and accelerate", fix='install them: pip install "depthprobe[gguf]"'
         )
-    metadata, sizes, rope_factors = _read_gguf(path)
+    reader, metadata = _read_gguf(path)
+    sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
     architecture = str(metadata.get("general.architecture"))
     settings = {key.removeprefix(f"{architecture}."): value for key, value in metadata.items()}
     where = {"gguf_file": path.name, "local_files_only": True}
     what, folder = str(path), str(path.parent)
-    with undisturbed(local=True):
+    with undisturbed(local=True), _parsed_once(reader):
         with explained(what, f"transformers cannot read a gguf of architecture {architecture!r}"):
             config = transformers.AutoConfig.from_pretrained(folder, **where)
         refuse_unsupported(config, what)
@@ -95,8 +99,9 @@ def open_gguf(path: Path, options: Options) -> Opened:
         tokenizer, unread = read_tokenizer(folder, **where)
     if objective == "causal":
         _count(model, sizes, what)
-    if rope_factors is not None:
-        notes += (_scale_rotary(model, rope_factors, what),)
+    for tensor in reader.tensors:
+        if tensor.name == "rope_freqs.weight":
+            notes += (_scale_rotary(model, torch.tensor(tensor.data), what),)
     split = metadata.get("tokenizer.ggml.pre")
     if tokenizer is not None and metadata.get("tokenizer.ggml.model") == "gpt2" and not _splits_alike(str(split)):
         unread += (f"transformers does not know the pre-tokenizer {split!r} of the file and splits text as GPT-2 does",)
@@ -144,34 +149,46 @@ def open_nanogpt(path: Path, options: Options) -> Opened:
     return Opened(model, None, "causal", None, (origin, *notes))
 
 
-def _read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, int], torch.Tensor | None]:
-    """A file's metadata, its tensors' numbers of elements, and the divisors of its rotary frequencies if it has any.
+def _read_gguf(path: Path) -> tuple[Any, dict[str, Any]]:
+    """A `gguf.GGUFReader` of the file, and its metadata without the lists.
 
     Raises:
-        CheckpointError: it is no gguf, is cut short, or is a part of one.
+        CheckpointError: it is no gguf, is cut short, is a part of one, or holds what transformers cannot express.
     """
     import gguf
 
     with explained(str(path), "it is not a gguf file or is cut short", "get it again"):
-        if path.open("rb").read(4) != b"GGUF":
+        with path.open("rb") as file:
+            magic = file.read(4)
+        if magic != b"GGUF":
             raise CheckpointError(f"{path} is not a gguf file", 'one that begins with the bytes "GGUF"')
         reader = gguf.GGUFReader(path)
-        lists = {gguf.GGUFValueType.ARRAY}
-        metadata = {
-            name: field.contents() for name, field in reader.fields.items() if not lists.intersection(field.types)
-        }
-        sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
-        factors = [torch.tensor(tensor.data) for tensor in reader.tensors if tensor.name == "rope_freqs.weight"]
-    if metadata.get("split.count", 1) > 1:
-        raise CheckpointError(
-            f"{path} is one of {metadata['split.count']} parts", fix="merge them: llama-gguf-split --merge"
-        )
-    if any(name.startswith(("rope_factors_long", "rope_factors_short")) for name in sizes):
+        array = gguf.GGUFValueType.ARRAY
+        metadata = {name: field.contents() for name, field in reader.fields.items() if array not in field.types}
+    if (parts := metadata.get("split.count", 1)) > 1:
+        raise CheckpointError(f"{path} is one of {parts} parts", fix="merge them with llama-gguf-split --merge")
+    if any(tensor.name.startswith(("rope_factors_long", "rope_factors_short")) for tensor in reader.tensors):
         raise CheckpointError(
             f"{path} scales its rotary embedding by length, which transformers' gguf loader drops",
             fix="use the checkpoint in transformers' format",
         )
-    return metadata, sizes, factors[0] if factors else None
+    return reader, metadata
+
+
+@contextlib.contextmanager
+def _parsed_once(reader: Any) -> Iterator[None]:
+    """Spare transformers parsing the same file three times and naming its tensors anew for each module.
+
+    That was most of the time that a small file takes to load.
+    """
+    import gguf
+
+    before = gguf.GGUFReader, gguf.get_tensor_name_map
+    gguf.GGUFReader, gguf.get_tensor_name_map = lambda *_, **__: reader, functools.cache(gguf.get_tensor_name_map)
+    try:
+        yield
+    finally:
+        gguf.GGUFReader, gguf.get_tensor_name_map = before
 
 
 def _correct(config: Any, settings: Mapping[str, Any], what: str) -> tuple[str, ...]:
@@ -205,7 +222,7 @@ def _same(read: Any, stated: Any) -> bool:
     return isinstance(stated, str) or read == stated
 
 
-def _count(model: nn.Module, sizes: Mapping[str, int], what: str) -> None:
+def _count(model: Any, sizes: Mapping[str, int], what: str) -> None:
     """Raises CheckpointError unless the model has as many parameters as the file: none dropped, none invented."""
     taken = sum(parameter.numel() for parameter in model.parameters())
     tied = model.config.tie_word_embeddings
@@ -242,7 +259,9 @@ def _splits_alike(pre_tokenizer: str) -> bool:
 def _unpickled(path: Path) -> Any:
     """The tensors and plain values of a file of `torch.save`; code in it is never run."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected pickle protocol")  # said better by the error that follows
+            return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} is not a file of tensors and plain values alone; anything else could run code when opened",

@@ -80,7 +80,8 @@ def open_pretrained(source: str, options: Options, *, local: bool) -> Opened:
     with undisturbed(local):
         pinned, cached_only = (None, True) if local else _pin(source, options.revision)
         where = {"revision": pinned, "local_files_only": cached_only}
-        _check_config(_config_file(source, where, local), source)
+        file = _config_file(source, where, local)
+        _check_config(file, source)
         trust = options.trust_remote_code
         with explained(source, "its configuration cannot be used"):
             config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust, **where)
@@ -91,8 +92,10 @@ def open_pretrained(source: str, options: Options, *, local: bool) -> Opened:
         if objective == "auto":
             objective = objective_of((config.architectures or [""])[0], config)
         model, notes, headless = _open_class(source, objective, arguments, may_lose_head=options.objective == "auto")
+        if not config.architectures and options.objective == "auto":
+            notes = ("config.json names no architecture: opened without a head", *notes)
         tokenizer, more = read_tokenizer(source, config=config, trust_remote_code=trust, **where)
-    revision = getattr(config, "_commit_hash", None) or pinned
+    revision = None if local else file.parent.name  # the hub's cache has a folder for each commit
     return Opened(model, tokenizer, None if headless else objective, revision, (*notes, *more))
 
 
@@ -135,7 +138,7 @@ def read_tokenizer(source: str, **arguments: Any) -> tuple[Any | None, tuple[str
 
 def load_weights(
     factory: Any, source: str | None, what: str, **arguments: Any
-) -> tuple[nn.Module, set[str], tuple[str, ...]]:
+) -> tuple[Any, set[str], tuple[str, ...]]:
     """The model that `factory` opens, the names of the tensors that no file had, and notes on those left over.
 
     Raises:
