@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from depthprobe.stream import Entry, Stream
+from depthprobe.branches import Reader
+from depthprobe.stream import Entry
 
 __all__ = ["Batch", "Dots", "Probe", "Step", "cosine", "key_rng", "mean_tokens", "median_tokens", "ratio", "wide"]
 
@@ -22,12 +23,14 @@ class Batch:
     """Some sequences of the corpus, entered into the model.
 
     Attributes:
+        reader: the model, to run further blocks with.
+        entry: x_0 and the arguments of every block.
         sequences: their indices in the corpus, `[batch]`.
         skip: how many leading positions the stream's metrics leave out.
         seed: of every random draw, which is keyed by (seed, sequence, layer).
     """
 
-    stream: Stream
+    reader: Reader
     entry: Entry
     sequences: NDArray[np.int64]
     skip: int
@@ -69,20 +72,20 @@ class Step:
         layer: index of the block.
         x: the state before it, `[batch, tokens, width]` in the model's dtype.
         z: the state after it.
+        update: Δ = z − x in float32.
         branches: `attention` and `mlp` as (s, u), where they were found.
     """
 
     layer: int
     x: Tensor
     z: Tensor
+    update: Tensor
     branches: Mapping[str, tuple[Tensor, Tensor]]
 
     @cached_property
     def units(self) -> dict[str, Dots]:
-        """Every unit's state and update, `block` first, whose update is Δ = z − x."""
-        # In half precision the difference of two float32 copies is exact, though it holds the states' own rounding.
-        x = self.x.float()
-        return {"block": Dots(x, self.z.float() - x)} | {n: Dots(s, u) for n, (s, u) in self.branches.items()}
+        """Every unit's state and update, `block` first, whose update is Δ."""
+        return {"block": Dots(self.x, self.update)} | {name: Dots(s, u) for name, (s, u) in self.branches.items()}
 
     @cached_property
     def zz(self) -> Tensor:

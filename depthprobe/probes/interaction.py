@@ -41,7 +41,7 @@ class Interaction:
         self.before = None
 
     def _update(self, batch: Batch, index: int, x: Tensor) -> Tensor:
-        return batch.stream.run(batch.entry, index, x).float() - x.float()
+        return batch.reader.visit(batch.entry, index, x).update
 
     def _add(self, batch: Batch, metric: str, layer: int, values: Tensor) -> None:
         self.means.add((metric, "block", layer), batch.sequences, mean_tokens(values, batch.skip))

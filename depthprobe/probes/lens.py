@@ -18,31 +18,39 @@ class Lens:
 
     Args:
         means: where the results go.
-        each: how many positions of a sequence are read out, at the cost of one head a layer and position.
+        sequences: number of sequences of the corpus.
+        budget: how many positions to read out in all, at the cost of one head a layer and position.
         targets: whether the next token of each position is a target (not so for a masked model run unmasked).
         chunk: how many positions are read out at once; bounds the memory that logits take.
     """
 
-    def __init__(self, means: PerSequence, each: int, targets: bool, chunk: int = 256) -> None:
-        self.means, self.each, self.targets, self.chunk = means, each, targets, chunk
+    def __init__(self, means: PerSequence, sequences: int, budget: int, targets: bool, chunk: int = 256) -> None:
+        self.means, self.targets, self.chunk = means, targets, chunk
+        self.each = max(1, budget // sequences)
+        self.used = set(np.linspace(0, sequences - 1, min(sequences, budget)).round().astype(int).tolist())
         self.states: list[Tensor] = []
 
     def begin(self, batch: Batch) -> None:
         """Choose the positions and keep x_0 at them."""
         tokens = batch.entry.x.shape[1]
-        drawn = [self._positions(batch, tokens, int(s)) for s in batch.sequences]
-        self.positions = torch.from_numpy(np.stack(drawn)).to(batch.entry.x.device)
-        self.rows = torch.arange(len(drawn), device=batch.entry.x.device)[:, None]
+        device = batch.entry.x.device
+        self.places = np.array([row for row, s in enumerate(batch.sequences) if int(s) in self.used], dtype=np.int64)
+        drawn = [self._positions(batch, tokens, int(s)) for s in batch.sequences[self.places]]
+        if not drawn:
+            return
+        self.positions = torch.from_numpy(np.stack(drawn)).to(device)
+        self.rows = torch.from_numpy(self.places).to(device)[:, None]
         self.states = [batch.entry.x[self.rows, self.positions]]
 
     def see(self, batch: Batch, step: Step) -> None:
         """Keep the state that the block wrote, at the chosen positions."""
-        self.states.append(step.z[self.rows, self.positions])
+        if self.states:
+            self.states.append(step.z[self.rows, self.positions])
 
     def end(self, batch: Batch) -> None:
         """Read out all layers, last first, so that the final distribution is there to compare with."""
-        per_row = max(1, min(self.chunk // self.each, len(batch.sequences)))
-        for start in range(0, len(batch.sequences), per_row):
+        per_row = max(1, self.chunk // self.each)
+        for start in range(0, len(self.places), per_row):
             self._chunk(batch, slice(start, start + per_row))
         self.states = []
 
@@ -52,16 +60,16 @@ class Lens:
         return np.sort(key_rng(batch.seed, sequence, 1 << 20).permutation(eligible)[: self.each])
 
     def _chunk(self, batch: Batch, rows: slice) -> None:
-        ids = batch.entry.inputs[rows]
+        ids = batch.entry.inputs[self.rows[rows, 0]]
         some = self.positions[rows]
         inputs = ids.gather(1, some)  # the tail looks at the shape of its input only
-        final = torch.log_softmax(batch.stream.readout(self.states[-1][rows], inputs).float(), dim=-1)
+        final = torch.log_softmax(batch.reader.stream.readout(self.states[-1][rows], inputs).float(), dim=-1)
         best = final.argmax(dim=-1)
         targets = ids.gather(1, some + 1) if self.targets else None
         for layer in range(len(self.states) - 1, -1, -1):
             last = layer == len(self.states) - 1
-            guess = final if last else batch.stream.readout(self.states[layer][rows], inputs).float().log_softmax(-1)
-            kl = torch.zeros_like(best, dtype=final.dtype) if last else (final.exp() * (final - guess)).sum(dim=-1)
+            guess = final if last else batch.reader.stream.readout(self.states[layer][rows], inputs).float().log_softmax(-1)
+            kl = torch.zeros_like(best, dtype=final.dtype) if last else _kl(final, guess)
             agree = (guess.argmax(dim=-1) == best).float()
             self._add(batch, rows, "lens_kl", layer, kl)
             self._add(batch, rows, "lens_top1", layer, agree)
@@ -70,4 +78,10 @@ class Lens:
 
     def _add(self, batch: Batch, rows: slice, metric: str, layer: int, values: Tensor) -> None:
         means = values.double().mean(dim=1) if values.device.type != "mps" else values.cpu().double().mean(dim=1)
-        self.means.add((metric, "block", layer), batch.sequences[rows], means.cpu().numpy())
+        self.means.add((metric, "block", layer), batch.sequences[self.places[rows]], means.cpu().numpy())
+
+
+def _kl(p: Tensor, q: Tensor) -> Tensor:
+    """KL(p ‖ q) from log-probabilities; a token of probability 0 adds nothing."""
+    chance = p.exp()
+    return torch.where(chance > 0, chance * (p - q), torch.zeros_like(p)).sum(dim=-1)
