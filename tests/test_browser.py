@@ -6,6 +6,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -32,17 +33,34 @@ FLAGS = [
 ]
 
 
+# Chromium reads from descriptor 3 and writes to 4, whatever numbers the pipes have
+LAUNCH = """
+import fcntl, os, sys
+ends = [fcntl.fcntl(int(fd), fcntl.F_DUPFD, 10) for fd in sys.argv[1:3]]
+os.dup2(ends[0], 3)
+os.dup2(ends[1], 4)
+os.execvp("chromium", ["chromium", *sys.argv[3:]])
+"""
+
+
 class Browser:
     """Chromium behind a pipe that speaks the DevTools protocol: messages of JSON, each ended by a zero byte."""
 
     def __init__(self, profile):
         from_us, to_them = os.pipe()
         from_them, to_us = os.pipe()
-        # Chromium reads from 3 and writes to 4
-        shell = f'exec 3<&{from_us} 4>&{to_us}; exec chromium "$@"'
         self.log = (Path(profile) / "chromium.log").open("wb")
         self.process = subprocess.Popen(
-            ["sh", "-c", shell, "sh", *FLAGS, f"--user-data-dir={profile}", "about:blank"],
+            [
+                sys.executable,
+                "-c",
+                LAUNCH,
+                str(from_us),
+                str(to_us),
+                *FLAGS,
+                f"--user-data-dir={profile}",
+                "about:blank",
+            ],
             pass_fds=(from_us, to_us),
             stdin=subprocess.DEVNULL,
             stdout=self.log,
@@ -54,6 +72,13 @@ class Browser:
         self.events = []
 
     def __enter__(self):
+        try:
+            return self._attach()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _attach(self):
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):

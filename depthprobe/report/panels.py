@@ -285,7 +285,7 @@ PANELS: tuple[Panel, ...] = (
     Panel(
         "angular_distance", "How far apart any two states are",
         "Dark is close: a dark square on the diagonal is a range of blocks that together hardly turn the stream.",
-        ("angular_distance",), ("angular_distance",), ("angular", "pairs"), 5.0, 1, _angles,
+        ("angular_distance",), ("angular_distance",), ("angular", "pairs"), 4.6, 1, _angles,
     ),
     Panel(
         "interaction", "Whether the next block needs this one",
