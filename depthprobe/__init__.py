@@ -1,8 +1,38 @@
-"""How much of a trained transformer's depth is really used?"""
+"""How much of a trained transformer's depth is really used?
 
-from depthprobe.analysis import analyze
-from depthprobe.checkpoint import Checkpoint, load
-from depthprobe.errors import DepthprobeError
-from depthprobe.report import Report
+`analyze` measures a checkpoint and returns a `Report`; `inspect` finds and verifies a model's anatomy and measures
+nothing; `load` opens a checkpoint once for several of these.
+"""
 
-__all__ = ["Checkpoint", "DepthprobeError", "Report", "analyze", "load"]
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from depthprobe.analysis import analyze, inspect
+    from depthprobe.checkpoint import Checkpoint, load
+    from depthprobe.errors import DepthprobeError
+    from depthprobe.report import Report
+
+__all__ = ["Checkpoint", "DepthprobeError", "Report", "analyze", "inspect", "load"]
+
+_HOMES = {
+    "analyze": "analysis",
+    "inspect": "analysis",
+    "Checkpoint": "checkpoint",
+    "load": "checkpoint",
+    "DepthprobeError": "errors",
+    "Report": "report",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # torch and transformers take seconds to import: `depthprobe --help` should not wait for them.
+    if name in _HOMES:
+        return getattr(import_module(f"depthprobe.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'depthprobe' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

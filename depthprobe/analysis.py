@@ -17,14 +17,14 @@ from torch import nn
 from depthprobe.anatomy import Block, Branch
 from depthprobe.checkpoint import Checkpoint, load
 from depthprobe.corpus import Corpus, read
-from depthprobe.errors import CorpusError, UsageError
+from depthprobe.errors import CorpusError
 from depthprobe.estimate import Resampler
 from depthprobe.measure import Measured, Progress, Settings, measure
 from depthprobe.report import Report
 from depthprobe.summary import growth, layers_table, pairs_table, skipped_positions
 from depthprobe.verify import Anatomy, open_stream
 
-__all__ = ["analyze", "build_report", "describe_anatomy", "prepare"]
+__all__ = ["analyze", "build_report", "describe_anatomy", "inspect", "prepare"]
 
 
 def analyze(
@@ -73,10 +73,6 @@ def analyze(
         VerificationError: what was found does not reproduce the model's own output.
         NonFiniteError: an activation is not finite; the message names the block.
     """
-    if batch_size != "auto" and batch_size < 1:
-        raise UsageError(f"the batch size is {batch_size}", "at least 1, or auto")
-    if skip_first < 0 or lens_positions < 0:
-        raise UsageError("a number of positions is negative", "0 or more")
     settings = Settings(
         skip_first=skip_first,
         batch_size=None if batch_size == "auto" else batch_size,
@@ -84,6 +80,7 @@ def analyze(
         interaction=interaction,
         lens_positions=lens_positions,
     )
+    settings.check()
     checkpoint, corpus, anatomy = prepare(
         model, data, tokens=tokens, seq_len=seq_len, seed=seed, bos=bos, text_field=text_field, **loading
     )
@@ -130,6 +127,30 @@ def prepare(
     return checkpoint, corpus, anatomy
 
 
+def inspect(model: str | Path | nn.Module | Checkpoint, data: Any = None, **loading: Any) -> dict[str, Any]:
+    """Find and verify a model's anatomy, and measure nothing.
+
+    Args:
+        model: as in `analyze`.
+        data: ids or states to look with; a few random tokens by default.
+        loading: further arguments of `load`.
+
+    Returns:
+        `model`, `anatomy` and `verification` as they stand in a report.
+    """
+    checkpoint = load(model, **loading)
+    if data is None and checkpoint.inputs == "ids":
+        vocabulary = checkpoint.vocab_size or 2
+        length = min(64, checkpoint.max_positions or 64)
+        data = torch.randint(vocabulary, (2, length), generator=torch.Generator().manual_seed(0))
+    checkpoint, _, anatomy = prepare(checkpoint, data)
+    return {
+        "model": _describe_model(checkpoint, anatomy),
+        "anatomy": describe_anatomy(anatomy),
+        "verification": _describe_checks(anatomy),
+    }
+
+
 def build_report(
     checkpoint: Checkpoint,
     corpus: Corpus,
@@ -147,22 +168,7 @@ def build_report(
         notes.append(f"The intervals rest on {corpus.sequences} sequences; below 32 they tend to be too narrow.")
     documents = None if corpus.documents is None else len(set(corpus.documents.tolist()))
     return Report(
-        model={
-            "name": checkpoint.name,
-            "source": checkpoint.source,
-            "format": checkpoint.format,
-            "revision": checkpoint.revision,
-            "architecture": checkpoint.architecture,
-            "parameters": checkpoint.parameters,
-            "dtype": str(checkpoint.dtype).removeprefix("torch."),
-            "device": str(checkpoint.device),
-            "blocks": blocks,
-            "width": anatomy.stream.blocks.width,
-            "inputs": checkpoint.inputs,
-            "objective": anatomy.objective,
-            "vocab_size": checkpoint.vocab_size,
-            "notes": list(checkpoint.notes),
-        },
+        model=_describe_model(checkpoint, anatomy),
         corpus={
             "name": corpus.name,
             "sha256": corpus.sha256,
@@ -176,7 +182,7 @@ def build_report(
             "notes": list(corpus.notes),
         },
         anatomy=describe_anatomy(anatomy),
-        verification=[{**vars(check), "passed": check.passed} for check in anatomy.checks],
+        verification=_describe_checks(anatomy),
         layers=layers_table(measured, resampler),
         pairs=pairs_table(measured, resampler),
         growth=growth(measured.means, blocks, resampler),
@@ -239,6 +245,29 @@ def describe_anatomy(anatomy: Anatomy) -> dict[str, Any]:
         ],
         "notes": list(anatomy.notes),
     }
+
+
+def _describe_model(checkpoint: Checkpoint, anatomy: Anatomy) -> dict[str, Any]:
+    return {
+        "name": checkpoint.name,
+        "source": checkpoint.source,
+        "format": checkpoint.format,
+        "revision": checkpoint.revision,
+        "architecture": checkpoint.architecture,
+        "parameters": checkpoint.parameters,
+        "dtype": str(checkpoint.dtype).removeprefix("torch."),
+        "device": str(checkpoint.device),
+        "blocks": len(anatomy.stream),
+        "width": anatomy.stream.blocks.width,
+        "inputs": checkpoint.inputs,
+        "objective": anatomy.objective,
+        "vocab_size": checkpoint.vocab_size,
+        "notes": list(checkpoint.notes),
+    }
+
+
+def _describe_checks(anatomy: Anatomy) -> list[dict[str, Any]]:
+    return [{**vars(check), "passed": check.passed} for check in anatomy.checks]
 
 
 def _branch(block: Block, unit: str) -> dict[str, Any] | None:

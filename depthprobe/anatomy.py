@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -217,11 +217,8 @@ class _Seen:
     def _add(self, tensor: Tensor, tap: Tap | None) -> int:
         """Index of the tensor among the distinct values, with the tap noted."""
         sample = self._sample(tensor)
-        for index, value in enumerate(self.values):
-            if torch.equal(value.sample, sample):
-                break
-        else:
-            index = len(self.values)
+        index = next((i for i, value in enumerate(self.values) if torch.equal(value.sample, sample)), len(self.values))
+        if index == len(self.values):
             self.values.append(_Value(sample, tensor.detach()))
         if tap is not None:
             self.values[index].taps.append(tap)
@@ -291,7 +288,7 @@ class _Seen:
         return next((steps for error, steps in found if error <= 2 * exact + 1e-7), None)
 
     def _fits(
-        self, target: int, terms: list[tuple[int, ...]]
+        self, target: int, terms: Sequence[tuple[int, ...]]
     ) -> list[tuple[float, tuple[int, ...], tuple[float, ...]]]:
         """Least-squares fits of the target by each set of terms that are good enough, best first."""
         good = []
@@ -339,9 +336,7 @@ class _Seen:
                 placement = "sandwich"
             elif reads or writes:
                 placement = "pre" if reads else "branch"
-            branches.append(
-                Branch(unit, placement, step.parallel, tap, step.scale, state, step.skip_scale, step.norm)
-            )
+            branches.append(Branch(unit, placement, step.parallel, tap, step.scale, state, step.skip_scale, step.norm))
         return tuple(branches)
 
     def _units(self, steps: list[_Step]) -> list[Unit] | None:

@@ -6,6 +6,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -246,16 +247,14 @@ def _check(
     batch, tokens = inputs.shape[:2]
     if first.shape[:2] not in {(batch, tokens), (tokens, batch)}:
         return f"{name} carries states of shape {tuple(first.shape)} for inputs of shape {tuple(inputs.shape)}"
-    for index, (call, following) in enumerate(zip(flat, flat[1:], strict=False)):
+    for index, (call, following) in enumerate(pairwise(flat)):
         assert call.after is not None
         if not same(call.after, following.before):
             return f"the stream of {name} is changed between blocks {index} and {index + 1}"
     if len({(call.slot, call.returns) for call in flat}) > 1:
         return f"the blocks of {name} take or return the stream in different ways"
     batch_first = first.shape[:2] == (batch, tokens)
-    return BlockList(
-        name, modules, flat[0].slot, flat[0].returns, batch_first, output_batch_first, first.shape[-1]
-    )
+    return BlockList(name, modules, flat[0].slot, flat[0].returns, batch_first, output_batch_first, first.shape[-1])
 
 
 def _size(blocks: BlockList) -> tuple[int, int]:

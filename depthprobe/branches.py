@@ -66,7 +66,9 @@ class Reader:
         """Apply block `index` to any state `[batch, tokens, width]`."""
         self._seen.clear()
         z = self.stream.run(entry, index, x)
-        branches = {b.unit: (self._state(b, x), self._update(b, x)) for b in self.blocks[index].branches}
+        branches: dict[str, tuple[Tensor, Tensor]] = {
+            b.unit: (self._state(b, x), self._update(b, x)) for b in self.blocks[index].branches
+        }
         self._seen.clear()
         sums = bool(branches) and all(b.norm is None and b.skip_scale == 1.0 for b in self.blocks[index].branches)
         if sums and z.dtype in {torch.bfloat16, torch.float16}:

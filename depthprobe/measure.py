@@ -22,7 +22,7 @@ from depthprobe.probes.lens import Lens
 from depthprobe.probes.similarity import KeptStates, Similarity
 from depthprobe.verify import Anatomy
 
-__all__ = ["Measured", "Settings", "measure", "plan"]
+__all__ = ["Measured", "Progress", "Settings", "measure"]
 
 TOKENS_AT_ONCE = 2048
 Progress = Callable[[int, int], None]
@@ -49,6 +49,32 @@ class Settings:
     lens_positions: int = 1024
     keep_positions: int | None = None
 
+    def check(self) -> None:
+        """Refuse what makes no sense before anything is loaded.
+
+        Raises:
+            UsageError: a number that is too small.
+        """
+        if self.batch_size is not None and self.batch_size < 1:
+            raise UsageError(f"the batch size is {self.batch_size}", "at least 1, or auto")
+        if self.skip_first < 0:
+            raise UsageError(f"--skip-first {self.skip_first}", "0 or more")
+        if self.lens_positions < 0:
+            raise UsageError(f"--lens-positions {self.lens_positions}", "0 or more")
+
+    def passes(self, blocks: int) -> float:
+        """How many forward passes' worth of blocks a run takes."""
+        return 1.0 + (2 * (blocks - 1) / blocks if self.interaction else 0.0)
+
+    def cost(self, anatomy: Anatomy, corpus: Corpus) -> str:
+        """What a run will cost, in a sentence."""
+        blocks = len(anatomy.stream)
+        text = f"This takes {self.passes(blocks):.1f} forward passes over {corpus.sequences} × {corpus.tokens} tokens"
+        if self.lens_positions and anatomy.objective is not None:
+            read = min(self.lens_positions, corpus.sequences * corpus.tokens)
+            text += f" and {blocks + 1} readouts at {read:,} positions"
+        return text + "."
+
 
 @dataclass(frozen=True, eq=False)
 class Measured:
@@ -63,17 +89,6 @@ class Measured:
     forward_passes: float
     seconds: float
     notes: list[str] = field(default_factory=list)
-
-
-def batch_size(settings: Settings, corpus: Corpus) -> int:
-    """Sequences at once."""
-    return settings.batch_size or max(1, TOKENS_AT_ONCE // corpus.tokens)
-
-
-def plan(anatomy: Anatomy, corpus: Corpus, settings: Settings) -> float:
-    """How many forward passes' worth of blocks a run takes."""
-    blocks = len(anatomy.stream)
-    return 1.0 + (2 * (blocks - 1) / blocks if settings.interaction else 0.0)
 
 
 def measure(anatomy: Anatomy, corpus: Corpus, settings: Settings, progress: Progress | None = None) -> Measured:
@@ -115,15 +130,15 @@ def measure(anatomy: Anatomy, corpus: Corpus, settings: Settings, progress: Prog
             notes.append("lens_loss was left out: a masked model is run unmasked, where its target is its own input.")
 
     started, evaluations = time.perf_counter(), 0
-    step = batch_size(settings, corpus)
-    device = anatomy.stream.checkpoint.device
+    step = settings.batch_size or max(1, TOKENS_AT_ONCE // corpus.tokens)
+    device = stream.checkpoint.device
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         reader = stack.enter_context(Reader(stream, anatomy.blocks))
         for start in range(0, count, step):
             indices = np.arange(start, min(start + step, count))
             inputs = corpus.inputs[start : start + step]
-            entry = stream.enter(inputs.to(device, anatomy.stream.checkpoint.dtype if corpus.is_states else inputs.dtype))
+            entry = stream.enter(inputs.to(device, stream.checkpoint.dtype if corpus.is_states else inputs.dtype))
             batch = Batch(reader, entry, indices, settings.skip_first, settings.seed)
             for probe in probes:
                 probe.begin(batch)
@@ -148,7 +163,7 @@ def measure(anatomy: Anatomy, corpus: Corpus, settings: Settings, progress: Prog
         sorted(growth.sinks.values(), key=lambda sink: sink.position),
         floors,
         evaluations,
-        plan(anatomy, corpus, settings),
+        settings.passes(len(stream)),
         time.perf_counter() - started,
         notes + left_out,
     )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from depthprobe.blocks import BlockList, call_model, model_output
@@ -65,11 +64,8 @@ class Stream:
                 raise _StopForwardError
             return x
 
-        with self._bypassed(record):
-            try:
-                call_model(self.checkpoint, inputs)
-            except _StopForwardError:
-                pass
+        with self._bypassed(record), suppress(_StopForwardError):
+            call_model(self.checkpoint, inputs)
         return Entry(inputs, self._outside(start[0]), tuple(calls))
 
     def run(self, entry: Entry, index: int, x: Tensor) -> Tensor:
@@ -136,7 +132,7 @@ class Stream:
         try:
             for index, module in enumerate(self.blocks.modules):
                 saved.append((module, module.__dict__.get("forward")))
-                module.forward = patched(index)  # type: ignore[method-assign]
+                module.forward = patched(index)
             yield
         finally:
             for module, forward in saved:
@@ -144,5 +140,3 @@ class Stream:
                     del module.__dict__["forward"]
                 else:
                     module.forward = forward
-
-

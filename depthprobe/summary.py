@@ -26,22 +26,14 @@ def layers_table(measured: Measured, resampler: Resampler) -> pd.DataFrame:
     means, low, high = resampler.intervals(columns)
     counts = (~np.isnan(columns)).sum(axis=0)
     rows = [
-        {"layer": layer, "unit": unit, "metric": metric, "value": means[k], "ci_low": low[k], "ci_high": high[k], "n": n}
+        (layer, unit, metric, means[k], low[k], high[k], n)
         for k, ((metric, unit, layer), n) in enumerate(zip(keys, counts.tolist(), strict=True))
     ]
     rows += [
-        {
-            "layer": one.layer,
-            "unit": "block",
-            "metric": one.metric,
-            "value": one.interval.value,
-            "ci_low": one.interval.low,
-            "ci_high": one.interval.high,
-            "n": measured.means.sequences,
-        }
-        for one in measured.pooled
+        (p.layer, "block", p.metric, p.interval.value, p.interval.low, p.interval.high, measured.means.sequences)
+        for p in measured.pooled
     ]
-    table = pd.DataFrame(rows)
+    table = pd.DataFrame(rows, columns=["layer", "unit", "metric", "value", "ci_low", "ci_high", "n"])
     order = pd.DataFrame(
         {"metric": table["metric"].map(_ORDER), "unit": table["unit"].map(_UNITS.index), "layer": table["layer"]}
     )
@@ -80,7 +72,7 @@ def growth(means: PerSequence, blocks: int, resampler: Resampler) -> dict[str, A
         gained = m[:, blocks] - m[:, 0]
         return 2 * m[:, blocks + 1 :].sum(axis=1) / gained
 
-    depth = np.arange(1, blocks + 1)
+    depth = np.arange(1.0, blocks + 1)
     found: dict[str, Any] = {"cross_share": None, "growth_power": None, "growth_rate": None, "update_growth_rate": None}
     found |= {"r2_power": None, "r2_rate": None}
     gained = abs(float((energy[:, -1] - energy[:, 0]).mean()))
@@ -90,11 +82,11 @@ def growth(means: PerSequence, blocks: int, resampler: Resampler) -> dict[str, A
         found["growth_power"] = _plain(resampler.function(norms[:, 1:], lambda m: _slope(np.log(depth), np.log(m))))
         found["r2_power"] = _r2(np.log(depth), np.log(norms[:, 1:].mean(axis=0)))
     if bool((norms.mean(axis=0) > 0).all()):
-        every = np.arange(blocks + 1)
+        every = np.arange(blocks + 1.0)
         found["growth_rate"] = _plain(resampler.function(norms, lambda m: np.exp(_slope(every, np.log(m)))))
         found["r2_rate"] = _r2(every, np.log(norms.mean(axis=0)))
     if blocks >= 2 and bool((sizes.mean(axis=0) > 0).all()):
-        every = np.arange(blocks)
+        every = np.arange(float(blocks))
         rate = resampler.function(sizes, lambda m: np.exp(_slope(every, np.log(m))))
         found["update_growth_rate"] = _plain(rate)
     total, added, aligned = energy.mean(axis=0), updates.mean(axis=0), 2 * cross.mean(axis=0)
@@ -115,7 +107,7 @@ def skipped_positions(means: PerSequence, rows: int = 3) -> list[dict[str, Any]]
     """Where leaving out the first positions changed the mean most: the top layers of each metric."""
     found = []
     for metric in ("residual_norm", "update_ratio", "cosine_adjacent"):
-        entries = []
+        entries: list[dict[str, Any]] = []
         for name, unit, layer in means.values:
             if name == f"_{metric}_including":
                 without = float(np.nanmean(means.values[metric, unit, layer]))

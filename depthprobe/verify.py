@@ -83,7 +83,9 @@ def open_stream(checkpoint: Checkpoint, inputs: Tensor) -> Anatomy:
         entry = stream.enter(inputs)
         own = stream.forward(inputs)
         again = stream.readout(_last(stream, entry), inputs)
-        model = Check("blocks", "the blocks, run one by one, give the model's own output", _worst(again, own), limit, "model")
+        model = Check(
+            "blocks", "the blocks, run one by one, give the model's own output", _worst(again, own), limit, "model"
+        )
         if not model.passed:
             raise VerificationError(
                 f"running the {len(stream)} blocks of {stream.blocks.path} one by one gives an output that differs "
@@ -108,8 +110,8 @@ def open_stream(checkpoint: Checkpoint, inputs: Tensor) -> Anatomy:
             if not check.passed:
                 blocks = tuple(Block(b.index, b.kind, ()) for b in blocks)
                 notes.append(
-                    f"The branches that were found rebuild the blocks only to {check.value:.1e}: they were dropped, and "
-                    "results are given for whole blocks."
+                    f"The branches that were found rebuild the blocks only to {check.value:.1e}: they were dropped, "
+                    "and results are given for whole blocks."
                 )
         apart = _reads_apart(stream, entry, inputs, own)
         checks.append(
@@ -143,10 +145,8 @@ def _guarded(checkpoint: Checkpoint, inputs: Tensor) -> Stream:
 
 
 def _last(stream: Stream, entry: Entry) -> Tensor:
-    x = entry.x
-    for x in stream.states(entry):
-        pass
-    return x
+    *_, last = stream.states(entry)
+    return last
 
 
 def _worst(a: Tensor, b: Tensor) -> float:
@@ -158,7 +158,7 @@ def _worst(a: Tensor, b: Tensor) -> float:
 
 
 def _reconstruct(stream: Stream, entry: Entry, blocks: tuple[Block, ...], limit: float) -> Check:
-    """Rebuild every block's output from its branches, through the norm where it is post-LN; a worst case over blocks."""
+    """Rebuild every block's output from its branches, through the norm where it is post-LN; the worst."""
     worst = 0.0
     with Reader(stream, blocks) as reader:
         x = entry.x
@@ -202,9 +202,7 @@ def _is_causal(stream: Stream, inputs: Tensor, limit: float) -> bool:
     return _worst(a, b) <= limit
 
 
-def _objective(
-    checkpoint: Checkpoint, own: Tensor, width: int, causal: bool
-) -> Literal["causal", "masked"] | None:
+def _objective(checkpoint: Checkpoint, own: Tensor, width: int, causal: bool) -> Literal["causal", "masked"] | None:
     if checkpoint.objective is not None or hasattr(checkpoint.model, "config") or checkpoint.inputs == "states":
         return checkpoint.objective
     # A module of one's own that takes ids and returns one number for each of them is a language model.

@@ -165,9 +165,7 @@ def cka(xx: _Moments, xy: _Moments, yy: _Moments) -> Interval | None:
     return jackknife(value, left_out) if not np.isnan(left_out).any() else None
 
 
-def _linearity(
-    layer: int, x: Tensor, y: Tensor, update: Tensor, groups: NDArray[np.int64]
-) -> Iterator[Pooled]:
+def _linearity(layer: int, x: Tensor, y: Tensor, update: Tensor, groups: NDArray[np.int64]) -> Iterator[Pooled]:
     """Cross-validated R² of ridge maps x → y and x → Δ; each fold of sequences is predicted from the others'."""
     errors = {"linearity": np.zeros((2, len(np.unique(groups)))), "linearity_update": np.zeros((2, GROUPS))}
     errors["linearity_update"] = np.zeros_like(errors["linearity"])

@@ -63,12 +63,13 @@ class Lens:
         ids = batch.entry.inputs[self.rows[rows, 0]]
         some = self.positions[rows]
         inputs = ids.gather(1, some)  # the tail looks at the shape of its input only
-        final = torch.log_softmax(batch.reader.stream.readout(self.states[-1][rows], inputs).float(), dim=-1)
+        readout = batch.reader.stream.readout
+        final = readout(self.states[-1][rows], inputs).float().log_softmax(-1)
         best = final.argmax(dim=-1)
         targets = ids.gather(1, some + 1) if self.targets else None
         for layer in range(len(self.states) - 1, -1, -1):
             last = layer == len(self.states) - 1
-            guess = final if last else batch.reader.stream.readout(self.states[layer][rows], inputs).float().log_softmax(-1)
+            guess = final if last else readout(self.states[layer][rows], inputs).float().log_softmax(-1)
             kl = torch.zeros_like(best, dtype=final.dtype) if last else _kl(final, guess)
             agree = (guess.argmax(dim=-1) == best).float()
             self._add(batch, rows, "lens_kl", layer, kl)
