@@ -1,0 +1,57 @@
+# Everything happens in one virtual environment, .venv, with the versions of constraints.txt. `make` alone lists the targets.
+
+BIN := .venv/bin
+TORCH := $(shell grep '^torch==' constraints.txt)
+PYTHONS := $(or $(PYTHON),python3.11 python3 python3.12 python3.13 python3.14)
+
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test weights bench lint format clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: setup  ## set up, analyze the checkpoint in data/ and write its report
+	$(BIN)/depthprobe analyze data/gpt2-manual --out reports/gpt2-manual
+
+test: setup weights  ## set up, fetch the real models, then lint, check types and run every test
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+weights: setup  ## fetch the two real models (90 MB each) into .weights, unless they are there
+	$(BIN)/python scripts/fetch_weights.py
+
+bench: weights  ## measure what the probes cost beside bare forward passes
+	$(BIN)/python analyses/bench_probes.py
+
+lint: setup  ## check style and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: setup  ## rewrite the sources in the project's style
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:  ## remove caches and build leftovers; .venv, .weights and reports stay
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+setup: .venv/ready  ## make .venv, or bring it up to date
+
+# torch goes first and by its exact version: left to a later resolution, a newer build with CUDA may come in its place
+.venv/ready: pyproject.toml constraints.txt | $(BIN)/pip
+	$(BIN)/python -m pip install -c constraints.txt '$(TORCH)'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(BIN)/pip:
+	@for python in $(PYTHONS); do \
+		if "$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+			echo "$$python -m venv .venv"; exec "$$python" -m venv .venv; \
+		fi; \
+	done; \
+	echo "found no Python 3.11 or newer with its venv module among: $(PYTHONS); install one" \
+		"(Debian: apt-get install python3-venv) or name it: make PYTHON=/path/to/python" >&2; \
+	exit 1
