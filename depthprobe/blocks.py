@@ -17,6 +17,9 @@ from depthprobe.errors import AnatomyError
 
 __all__ = ["BlockList", "call_model", "find_blocks", "model_output", "same"]
 
+# Such a list does carry the stream, only not as one tensor through blocks called once: nothing inside it is the stream.
+_STREAM_REFUSED = ("is changed between", "times in one forward pass", "more than one residual stream")
+
 
 @dataclass(frozen=True, eq=False)
 class BlockList:
@@ -77,14 +80,17 @@ def find_blocks(checkpoint: Checkpoint, inputs: Tensor) -> BlockList:
     output_batch_first = output.shape[:2] != inputs.shape[:2][::-1]
     problems: list[str] = []
     found: dict[str, BlockList] = {}
+    refused: dict[str, str] = {}
     for name in sorted(lists, key=lambda name: name.count(".")):
-        if any(name.startswith(f"{outer}.") for outer in found):
+        if any(name.startswith(f"{outer}.") for outer in (*found, *refused)):
             continue  # a list inside a block
         result = _check(name, lists[name], calls, order, inputs, output_batch_first)
         if isinstance(result, BlockList):
             found[name] = result
         elif result:
             problems.append(result)
+            if any(reason in result for reason in _STREAM_REFUSED):
+                refused[name] = result
     if not found:
         kind = type(model).__name__
         raise AnatomyError(
@@ -94,11 +100,11 @@ def find_blocks(checkpoint: Checkpoint, inputs: Tensor) -> BlockList:
     sizes = {name: _size(blocks) for name, blocks in found.items()}
     best = max(found, key=lambda name: sizes[name])
     rivals = [name for name in found if name != best and len(found[name]) > 1 and sizes[name][0] > sizes[best][0] / 4]
-    worse = [problem for problem in problems if "is changed between" in problem or "times" in problem]
-    if rivals or (worse and len(found[best]) < 2):
+    larger = [problem for name, problem in refused.items() if _parameters(lists[name]) > sizes[best][0]]
+    if rivals or larger:
         raise AnatomyError(
             f"{type(model).__name__} has no single stack of blocks: "
-            + ("; ".join(worse) if not rivals else f"{best} and {', '.join(rivals)}"),
+            + (f"{best} and {', '.join(rivals)}" if rivals else "; ".join(larger)),
             "one residual stream through one list of blocks",
         )
     return found[best]
@@ -258,4 +264,8 @@ def _check(
 
 
 def _size(blocks: BlockList) -> tuple[int, int]:
-    return sum(p.numel() for m in blocks.modules for p in m.parameters()), len(blocks)
+    return _parameters(blocks.modules), len(blocks)
+
+
+def _parameters(modules: tuple[nn.Module, ...]) -> int:
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
