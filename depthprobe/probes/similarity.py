@@ -38,11 +38,11 @@ class Similarity:
     def see(self, batch: Batch, step: Step) -> None:
         """Compare the block's two states, and its updates with the previous block's."""
         block = step.units["block"]
-        # ⟨x, z⟩ = ‖x‖² + ⟨x, Δ⟩ keeps 1 − cos exact for a block that changes little.
-        near = cosine(block.ss + block.su, block.ss, step.zz)
+        turned = one_less_cosine(block)
+        near = 1 - turned
         self.means.add(("cosine_adjacent", "block", step.layer), batch.sequences, mean_tokens(near, batch.skip))
         self.means.add(("_cosine_adjacent_including", "block", step.layer), batch.sequences, mean_tokens(near, 0))
-        self.means.add(("block_influence", "block", step.layer), batch.sequences, mean_tokens(1 - near, batch.skip))
+        self.means.add(("block_influence", "block", step.layer), batch.sequences, mean_tokens(turned, batch.skip))
         for unit, now in step.units.items():
             before = self.previous.get(unit)
             if before is not None:
@@ -81,6 +81,17 @@ class Similarity:
     def _direction(batch: Batch, x: Tensor) -> Tensor:
         x = x[:, batch.skip :].float()
         return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-30)
+
+
+def one_less_cosine(block: Dots) -> Tensor:
+    """1 − cos(s, s + u) per token, to its own relative precision where the update is small.
+
+    Twice ‖s‖‖y‖(1 − cos) is ‖u‖² − (‖y‖ − ‖s‖)², and ‖y‖ − ‖s‖ is (2⟨s, u⟩ + ‖u‖²) / (‖y‖ + ‖s‖): no difference of
+    two numbers near 1 is taken.
+    """
+    longer = (2 * block.su + block.uu) / (block.yy.sqrt() + block.ss.sqrt())
+    small = (block.uu - longer.square()).clamp_min(0) / (2 * (block.ss * block.yy).sqrt())
+    return torch.where(block.uu < block.ss / 4, small, 1 - cosine(block.ss + block.su, block.ss, block.yy))
 
 
 def _angle(a: Tensor, b: Tensor) -> Tensor:
