@@ -10,6 +10,8 @@ PYTHONS := $(or $(PYTHON),python3.11 python3 python3.12 python3.13 python3.14)
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
+setup: .venv/ready  ## make .venv, or bring it up to date
+
 demo: setup  ## set up, analyze the checkpoint in data/ and write its report
 	$(BIN)/depthprobe analyze data/gpt2-manual --out reports/gpt2-manual
 
@@ -37,8 +39,6 @@ format: setup  ## rewrite the sources in the project's style
 clean:  ## remove caches and build leftovers; .venv, .weights and reports stay
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
-
-setup: .venv/ready  ## make .venv, or bring it up to date
 
 # torch goes first and by its exact version: left to a later resolution, a newer build with CUDA may come in its place
 .venv/ready: pyproject.toml constraints.txt | $(BIN)/pip
