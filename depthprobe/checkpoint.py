@@ -198,7 +198,13 @@ def _open_path(path: Path, options: Options) -> tuple[str, str, Opened]:
 
 
 def _looks_like_path(text: str) -> bool:
-    return text.startswith((".", "/", "~")) or text.count("/") > 1 or "\\" in text or text.endswith(_FILES)
+    return (
+        text.startswith((".", "/", "~"))
+        or text.endswith("/")
+        or text.count("/") > 1
+        or "\\" in text
+        or text.endswith(_FILES)
+    )
 
 
 def _hub_id(text: str, options: Options) -> tuple[str, Options]:

@@ -85,6 +85,9 @@ Tokenizer = Annotated[
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
+_INTERRUPTED = "interrupted; nothing was written"
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
@@ -255,13 +258,13 @@ def main(arguments: list[str] | None = None) -> None:
 def _run(command: Callable[[], Any], debug: bool) -> int:
     try:
         status = command()
-        return status if isinstance(status, int) else 0
+        return _fail(_INTERRUPTED, 130) if status == 130 else int(status or 0)
     except DepthprobeError as error:
         if debug:
             raise
         return _fail(str(error), error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
-        return _fail("interrupted; nothing was written", 130)
+        return _fail(_INTERRUPTED, 130)
     except BrokenPipeError:
         # Whoever read our output has gone; keep Python from complaining about that at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

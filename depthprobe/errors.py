@@ -56,6 +56,16 @@ class VerificationError(DepthprobeError):
 class NonFiniteError(DepthprobeError):
     """An activation is infinite or not a number."""
 
+    @classmethod
+    def in_block(cls, block: int, unit: str, dtype: str, sequence: int, position: int) -> NonFiniteError:
+        """The error for what one unit of a block wrote."""
+        return cls(
+            f"block {block} writes values that are not finite "
+            f"({unit}, {dtype}, sequence {sequence}, position {position})",
+            "finite activations",
+            "the weights may be damaged" if dtype == "float32" else "try --dtype float32",
+        )
+
 
 class OutputError(DepthprobeError):
     """The report cannot be written where it was asked for."""

@@ -12,7 +12,7 @@ from depthprobe.anatomy import Block, find_branches
 from depthprobe.blocks import find_blocks
 from depthprobe.branches import Reader
 from depthprobe.checkpoint import Checkpoint
-from depthprobe.errors import VerificationError
+from depthprobe.errors import NonFiniteError, VerificationError
 from depthprobe.stream import Entry, Stream
 
 __all__ = ["Anatomy", "Check", "floor", "open_stream"]
@@ -81,6 +81,7 @@ def open_stream(checkpoint: Checkpoint, inputs: Tensor) -> Anatomy:
     with torch.no_grad():
         stream = _guarded(checkpoint, inputs)
         entry = stream.enter(inputs)
+        _check_finite(stream, entry)
         own = stream.forward(inputs)
         again = stream.readout(_last(stream, entry), inputs)
         model = Check(
@@ -142,6 +143,16 @@ def _guarded(checkpoint: Checkpoint, inputs: Tensor) -> Stream:
             return Stream(checkpoint, stream.blocks, copies_input=True)
         x = z
     return stream
+
+
+def _check_finite(stream: Stream, entry: Entry) -> None:
+    for block, x in enumerate(stream.states(entry), start=-1):
+        wrong = (~torch.isfinite(x).all(dim=-1)).nonzero()
+        if len(wrong):
+            dtype = str(x.dtype).removeprefix("torch.")
+            if block < 0:
+                raise NonFiniteError(f"the embedding gives values that are not finite ({dtype})", "finite activations")
+            raise NonFiniteError.in_block(block, "block", dtype, *wrong[0].tolist())
 
 
 def _last(stream: Stream, entry: Entry) -> Tensor:

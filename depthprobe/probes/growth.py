@@ -84,12 +84,7 @@ class Growth:
         if not bool(torch.isfinite(energy).all()):
             place = (~torch.isfinite(energy)).nonzero()[0].tolist()
             dtype = str(step.z.dtype).removeprefix("torch.")
-            raise NonFiniteError(
-                f"block {step.layer} writes values that are not finite ({unit}, {dtype}, sequence "
-                f"{batch.sequences[place[0]]}, position {place[1]})",
-                "finite activations",
-                "try --dtype float32" if dtype != "float32" else "the checkpoint may be damaged",
-            )
+            raise NonFiniteError.in_block(step.layer, unit, dtype, int(batch.sequences[place[0]]), place[1])
 
     def _find_sinks(self, batch: Batch, layer: int, norm: Tensor) -> None:
         over = norm / norm.median(dim=1, keepdim=True).values.clamp_min(1e-30)
