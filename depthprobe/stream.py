@@ -68,8 +68,8 @@ class Stream:
             call_model(self.checkpoint, inputs)
         return Entry(inputs, self._outside(start[0]), tuple(calls))
 
-    def run(self, entry: Entry, index: int, x: Tensor) -> Tensor:
-        """Block `index` applied to any state, `[batch, tokens, width]` to the same: f_l(x)."""
+    def run(self, entry: Entry, index: int, x: Tensor, module: nn.Module | None = None) -> Tensor:
+        """Block `index`, or a module in its place, on any state: f_l(x), `[batch, tokens, width]` to the same."""
         args, kwargs = entry.calls[index]
         inner = self._outside(x.clone() if self.copies_input else x)
         slot = self.blocks.slot
@@ -77,7 +77,7 @@ class Stream:
             args = (*args[:slot], inner, *args[slot + 1 :])
         else:
             kwargs = {**kwargs, slot: inner}
-        output = self.blocks.modules[index](*args, **kwargs)
+        output = (module or self.blocks.modules[index])(*args, **kwargs)
         container, _, place = self.blocks.returns
         return self._outside(output if container is None else output[place])
 

@@ -1,0 +1,130 @@
+"""What a change does to the model's predictions: loss, KL, agreement; or to its last state where there is no head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from depthprobe.probes.base import key_rng
+from depthprobe.stream import Stream
+
+__all__ = ["EFFECTS", "Reference", "Scored", "state_distance"]
+
+EFFECTS = ("delta_loss", "kl", "top1_agreement")
+NEAR = 1e-2  # nats below which a difference of two logarithms is taken from their ratio instead
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """The positions of a batch that are scored, the same number in every sequence.
+
+    Attributes:
+        positions: `[batch, scored]`.
+        targets: the id that each should predict, `[batch, scored]`.
+        ids: the ids at these positions; the readout looks at their shape only.
+    """
+
+    positions: Tensor
+    targets: Tensor
+    ids: Tensor
+
+    @classmethod
+    def next_token(cls, inputs: Tensor, sequences: NDArray[np.int64], share: float, seed: int) -> Scored:
+        """Every position that has a next token, or a seeded random share of them, drawn by (seed, sequence)."""
+        eligible = inputs.shape[1] - 1
+        count = max(1, round(share * eligible))
+        if count == eligible:
+            positions = torch.arange(eligible).expand(len(inputs), -1)
+        else:
+            drawn = [np.sort(key_rng(seed, int(s), 1 << 21).permutation(eligible)[:count]) for s in sequences]
+            positions = torch.from_numpy(np.stack(drawn))
+        positions = positions.to(inputs.device)
+        return cls(positions, inputs.gather(1, positions + 1), inputs.gather(1, positions))
+
+
+class Reference:
+    """The unmodified model's predictions at the scored positions, to compare changed ones with.
+
+    Keeps one copy of the unmodified probabilities and logits, `[scored positions, vocabulary]`; changed logits are
+    made in chunks of positions and thrown away.
+
+    Args:
+        stream: the model.
+        last: the unmodified x_L, `[batch, tokens, width]`.
+        scored: which positions.
+        chunk: positions read out at once.
+    """
+
+    def __init__(self, stream: Stream, last: Tensor, scored: Scored, chunk: int = 256) -> None:
+        self.stream, self.scored = stream, scored
+        self.rows = max(1, chunk // scored.positions.shape[1])
+        self.logits: list[Tensor] = []
+        self.chance: list[Tensor] = []
+        self.best: list[Tensor] = []
+        self.lse: list[Tensor] = []
+        self.loss: list[Tensor] = []
+        for part in self._parts():
+            logits = self._readout(last, part)
+            lse = logits.logsumexp(dim=-1)
+            chance = (logits - lse[..., None]).exp_()
+            self.logits.append(logits)
+            self.chance.append(chance)
+            self.lse.append(lse)
+            self.best.append(logits.argmax(dim=-1))
+            self.loss.append(lse - _at(logits, scored.targets[part]))
+
+    def base_loss(self) -> NDArray[np.float64]:
+        """Mean cross-entropy of the unmodified model, `[batch]`, nats."""
+        return _means(torch.cat(self.loss))
+
+    def compare(self, last: Tensor) -> dict[str, NDArray[np.float64]]:
+        """The effects of a changed x_L `[batch, tokens, width]`, each a mean over scored positions, `[batch]`."""
+        kls, losses, agreements = [], [], []
+        for index, part in enumerate(self._parts()):
+            logits = self._readout(last, part)
+            targets = self.scored.targets[part]
+            gap = self.logits[index] - logits
+            apart = (self.chance[index] * gap).sum(dim=-1)
+            shift = logits.logsumexp(dim=-1) - self.lse[index]
+            # Two nearly equal logarithms leave only rounding: there, log Σ p e^(z'−z) is exact.
+            near = (apart + shift).abs() < NEAR
+            if bool(near.any()):
+                exact = (self.chance[index][near] * torch.expm1(-gap[near])).sum(dim=-1).log1p()
+                shift[near] = exact
+            kls.append((apart + shift).clamp_min(0))
+            losses.append(_at(gap, targets) + shift)
+            agreements.append((logits.argmax(dim=-1) == self.best[index]).float())
+        return {
+            "delta_loss": _means(torch.cat(losses)),
+            "kl": _means(torch.cat(kls)),
+            "top1_agreement": _means(torch.cat(agreements)),
+        }
+
+    def _parts(self) -> list[slice]:
+        count = len(self.scored.positions)
+        return [slice(start, min(start + self.rows, count)) for start in range(0, count, self.rows)]
+
+    def _readout(self, last: Tensor, part: slice) -> Tensor:
+        positions = self.scored.positions[part]
+        rows = torch.arange(len(last), device=last.device)[part, None]
+        return self.stream.readout(last[rows, positions], self.scored.ids[part]).float()
+
+
+def state_distance(changed: Tensor, last: Tensor) -> NDArray[np.float64]:
+    """1 − cos of x_L and the changed x_L `[batch, tokens, width]`, mean over every position, `[batch]`."""
+    a, b = changed.float(), last.float()
+    a = a / torch.linalg.vector_norm(a, dim=-1, keepdim=True).clamp_min(1e-30)
+    b = b / torch.linalg.vector_norm(b, dim=-1, keepdim=True).clamp_min(1e-30)
+    return _means((a - b).square().sum(dim=-1) / 2)  # for unit vectors ‖a − b‖² / 2 is 1 − cos, without cancellation
+
+
+def _at(table: Tensor, index: Tensor) -> Tensor:
+    return table.gather(-1, index[..., None])[..., 0]
+
+
+def _means(values: Tensor) -> NDArray[np.float64]:
+    return values.cpu().double().mean(dim=1).numpy()

@@ -1,0 +1,257 @@
+"""Run a sweep over a corpus, chunk by chunk: each finished chunk is kept, so that a killed run can go on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+from torch import Tensor
+
+from depthprobe.ablations.effects import Reference, Scored
+from depthprobe.ablations.schedule import Schedule
+from depthprobe.ablations.sweep import Trie, planned_evaluations, run_batch
+from depthprobe.ablations.units import Units
+from depthprobe.corpus import Corpus
+from depthprobe.errors import NonFiniteError, OutputError, UsageError
+from depthprobe.verify import Anatomy
+
+__all__ = ["Swept", "SweepSettings", "sweep"]
+
+Progress = Callable[[int, int], None]
+MEMORY = 2 << 30
+
+
+@dataclass(frozen=True)
+class SweepSettings:
+    """How a sweep is run.
+
+    Attributes:
+        score_positions: share of the predicted positions that are scored, drawn by (seed, sequence).
+        seed: of that draw.
+        batch_size: sequences at once; None for what `memory` allows, at most about 2,048 tokens.
+        memory: bytes that states and logits of one batch may take.
+    """
+
+    score_positions: float = 1.0
+    seed: int = 0
+    batch_size: int | None = None
+    memory: int = MEMORY
+
+    def check(self) -> None:
+        """Refuse what makes no sense.
+
+        Raises:
+            UsageError: a share that is no share, a batch or a memory of nothing.
+        """
+        if not 0 < self.score_positions <= 1:
+            raise UsageError(f"--score-positions {self.score_positions}", "a share above 0, at most 1")
+        if self.batch_size is not None and self.batch_size < 1:
+            raise UsageError(f"the batch size is {self.batch_size}", "at least 1, or auto")
+
+    def sequences_at_once(self, anatomy: Anatomy, corpus: Corpus) -> int:
+        """The batch size: resolved once, since what is resumed must have the same."""
+        if self.batch_size is not None:
+            return self.batch_size
+        states = (len(anatomy.stream) + 4) * corpus.tokens * anatomy.stream.blocks.width * 4
+        scored = max(1, round(self.score_positions * (corpus.tokens - 1)))
+        # Two copies of the unmodified predictions are kept, and some chunks of 256 positions are in the air.
+        logits = 2 * scored * (anatomy.stream.checkpoint.vocab_size or 0) * 4
+        return int(max(1, min(self.memory // (states + logits), max(1, 2048 // corpus.tokens))))
+
+
+@dataclass(frozen=True, eq=False)
+class Swept:
+    """What a sweep found.
+
+    Attributes:
+        schedules: what was run.
+        effects: metric → `[sequences, schedules]`, each a mean over the scored positions of a sequence.
+        base_loss: the unmodified model's loss, `[sequences]`, nats; None without a head.
+        evaluations: unit evaluations that were made.
+        plain_evaluations: what one forward pass a schedule would have made.
+        seconds: wall-clock time, of this process.
+    """
+
+    schedules: list[Schedule]
+    effects: dict[str, NDArray[np.float64]]
+    base_loss: NDArray[np.float64] | None
+    evaluations: int
+    plain_evaluations: int
+    seconds: float
+    notes: list[str] = field(default_factory=list)
+
+
+def sweep(
+    anatomy: Anatomy,
+    corpus: Corpus,
+    schedules: list[Schedule],
+    settings: SweepSettings | None = None,
+    progress: Progress | None = None,
+    resume: Path | None = None,
+) -> Swept:
+    """Run every schedule on every sequence, sharing what can be shared.
+
+    Args:
+        anatomy: the verified model.
+        corpus: what to run it on.
+        schedules: what to run.
+        settings: how.
+        progress: called with (sequences done, sequences in all).
+        resume: folder that keeps finished chunks; a run that finds its own chunks there goes on after them.
+
+    Raises:
+        UsageError: a schedule that the model cannot run.
+        OutputError: `resume` belongs to another model, corpus or set of schedules.
+        NonFiniteError: an effect is not finite; the message names the schedule.
+    """
+    settings = settings or SweepSettings()
+    settings.check()
+    if not schedules:
+        raise UsageError("there is no schedule to run", "at least one")
+    units = Units(anatomy)
+    for schedule in schedules:
+        units.check(schedule)
+    step = settings.sequences_at_once(anatomy, corpus)
+    store = None if resume is None else _Store(resume, _identity(anatomy, corpus, schedules, settings, step))
+    trie = Trie.of(schedules)
+    started, parts = time.perf_counter(), []
+    stream, device = anatomy.stream, anatomy.stream.checkpoint.device
+    for start in range(0, corpus.sequences, step):
+        stop = min(start + step, corpus.sequences)
+        part = None if store is None else store.load(start)
+        if part is None:
+            inputs = corpus.inputs[start:stop]
+            inputs = inputs.to(device, stream.checkpoint.dtype if corpus.is_states else inputs.dtype)
+            part = _chunk(units, trie, schedules, inputs, np.arange(start, stop), settings)
+            if store is not None:
+                store.save(start, part)
+        parts.append(part)
+        if progress is not None:
+            progress(stop, corpus.sequences)
+    shared, plain = planned_evaluations(schedules, len(stream))
+    whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    base = whole.pop("base_loss", None)
+    chunks = len(parts)
+    return Swept(
+        schedules, whole, base, shared * chunks, plain * chunks, time.perf_counter() - started, _notes(anatomy)
+    )
+
+
+def _chunk(
+    units: Units,
+    trie: Trie,
+    schedules: list[Schedule],
+    inputs: Tensor,
+    sequences: NDArray[np.int64],
+    settings: SweepSettings,
+) -> dict[str, NDArray[np.float64]]:
+    stream = units.stream
+
+    def reference(last: Tensor) -> Reference | None:
+        if units.anatomy.objective != "causal" or not units.anatomy.reads_positions_apart:
+            return None
+        scored = Scored.next_token(inputs, sequences, settings.score_positions, settings.seed)
+        return Reference(stream, last, scored)
+
+    with torch.no_grad():
+        effects, base = run_batch(units, stream.enter(inputs), trie, reference)
+    part = {name: np.stack([effects[i][name] for i in range(len(schedules))], axis=1) for name in effects[0]}
+    for name, values in part.items():
+        if not np.isfinite(values).all():
+            schedule = schedules[int(np.argwhere(~np.isfinite(values))[0, 1])]
+            raise NonFiniteError(f"{name} of the schedule {schedule} is not finite", "finite effects", "try float32")
+    return part if base is None else part | {"base_loss": base}
+
+
+def _notes(anatomy: Anatomy) -> list[str]:
+    if anatomy.objective == "causal" and anatomy.reads_positions_apart:
+        return []
+    why = "the model has no language-model head" if anatomy.objective is None else "its head is not a next-token one"
+    return [f"Ablations are measured by state_distance alone: {why}."]
+
+
+def _identity(
+    anatomy: Anatomy, corpus: Corpus, schedules: list[Schedule], settings: SweepSettings, step: int
+) -> dict[str, Any]:
+    """Everything that the numbers of a chunk depend on."""
+    checkpoint = anatomy.stream.checkpoint
+    weights = hashlib.sha256()
+    for name, parameter in checkpoint.model.named_parameters():
+        sample = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)].float().cpu().numpy()
+        weights.update(name.encode() + sample.tobytes())
+    return {
+        "model": checkpoint.name,
+        "weights": weights.hexdigest(),
+        "dtype": str(checkpoint.dtype),
+        "device": checkpoint.device.type,
+        "corpus": hashlib.sha256(corpus.inputs.numpy().tobytes()).hexdigest(),
+        "schedules": [[str(schedule), schedule.combine] for schedule in schedules],
+        "score_positions": settings.score_positions,
+        "seed": settings.seed,
+        "batch_size": step,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+class _Store:
+    """A folder with one file a finished chunk, each written whole, and what they belong to."""
+
+    def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
+        self.folder = folder
+        text = json.dumps(identity, indent=1)
+        home = folder / "run.json"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if home.exists():
+                before = json.loads(home.read_text())
+                odd = [name for name in identity if before.get(name) != identity[name]]
+                if odd:
+                    raise OutputError(
+                        f"{folder} holds a run with another {', '.join(odd)}",
+                        "the run that is resumed",
+                        "remove the folder, or choose another --out",
+                    )
+            else:
+                _write(home, text.encode())
+        except ValueError:
+            raise OutputError(f"{home} is not readable", fix="remove the folder to start anew") from None
+        except OSError as error:
+            raise OutputError(f"cannot keep chunks in {folder}: {error.strerror or error}") from None
+
+    def load(self, start: int) -> dict[str, NDArray[np.float64]] | None:
+        """The chunk that begins at a sequence, None where it was not finished."""
+        path = self.folder / f"{start:08d}.npz"
+        if not path.exists():
+            return None
+        with np.load(path, allow_pickle=False) as data:
+            return {name: data[name] for name in data.files}
+
+    def save(self, start: int, part: dict[str, NDArray[np.float64]]) -> None:
+        """Keep a finished chunk."""
+        import io
+
+        buffer = io.BytesIO()
+        np.savez(buffer, **part)  # type: ignore[arg-type]
+        _write(self.folder / f"{start:08d}.npz", buffer.getvalue())
+
+
+def _write(path: Path, content: bytes) -> None:
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OutputError(f"cannot write {path}: {error.strerror or error}") from None

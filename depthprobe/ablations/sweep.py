@@ -1,0 +1,111 @@
+"""Evaluate many schedules together: a prefix that several share is run once, and so is a unit that several run on
+the same state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from depthprobe.ablations.effects import Reference, state_distance
+from depthprobe.ablations.schedule import Schedule, Stage, Unit, unmodified
+from depthprobe.ablations.units import Units
+from depthprobe.stream import Entry
+
+__all__ = ["Trie", "planned_evaluations", "run_batch"]
+
+Step = tuple[Stage, str]  # units and, for several, how they are combined
+Effects = dict[str, NDArray[np.float64]]
+
+
+@dataclass
+class Trie:
+    """Schedules by their common prefixes: a node is a state, an edge a stage."""
+
+    children: dict[Step, Trie] = field(default_factory=dict)
+    ends: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, schedules: Iterable[Schedule]) -> Trie:
+        """The trie of some schedules; `ends` hold their indices."""
+        root = cls()
+        for index, schedule in enumerate(schedules):
+            node = root
+            for stage in schedule.stages:
+                step = (stage, schedule.combine if len(stage) > 1 else "")
+                node = node.children.setdefault(step, cls())
+            node.ends.append(index)
+        return root
+
+    def evaluations(self) -> int:
+        """How many unit evaluations a walk takes, from the shape alone."""
+        units: set[Unit] = set()
+        extra = 0
+        for stage, combine in self.children:
+            if combine == "weights":
+                extra += 1
+            elif combine == "branch-sum":
+                extra += len(stage)
+            else:
+                units |= set(stage)
+        return len(units) + extra + sum(child.evaluations() for child in self.children.values())
+
+
+def run_batch(
+    units: Units, entry: Entry, trie: Trie, reference: Callable[[Tensor], Reference | None]
+) -> tuple[dict[int, Effects], NDArray[np.float64] | None]:
+    """The effects of every schedule in the trie on one batch.
+
+    The unmodified run comes first: its states are kept, `[L + 1]` of them, and every schedule branches off from them.
+    Beside these, memory holds the states along one path of the walk, however many schedules there are.
+
+    Args:
+        units: the model.
+        entry: the batch.
+        trie: the schedules.
+        reference: makes the unmodified predictions from the unmodified x_L; returns None without a head.
+
+    Returns:
+        Schedule index → metric → `[batch]`, and the unmodified loss `[batch]`, None without a head.
+    """
+    spine = [entry.x]
+    for layer in range(len(units.stream)):
+        spine.append(units.unit(entry, Unit(layer), spine[-1]))
+    score = reference(spine[-1])
+    effects: dict[int, Effects] = {}
+
+    def walk(node: Trie, x: Tensor, on_spine: int | None) -> None:
+        if node.ends:
+            found = {"state_distance": state_distance(x, spine[-1])}
+            if score is not None:
+                found |= score.compare(x)
+            effects.update((index, found) for index in node.ends)
+        outputs: dict[Unit, Tensor] = {}
+        if on_spine is not None and on_spine + 1 < len(spine):
+            outputs[Unit(on_spine)] = spine[on_spine + 1]
+
+        def run(unit: Unit) -> Tensor:
+            if unit not in outputs:
+                outputs[unit] = units.unit(entry, unit, x)
+            return outputs[unit]
+
+        # The longest branch last: by then nothing of this node is needed any more.
+        steps = sorted(node.children.items(), key=lambda item: item[1].evaluations())
+        for place, ((stage, combine), child) in enumerate(steps):
+            z = units.stage(entry, stage, combine, x, run)
+            follows = on_spine is not None and stage == (Unit(on_spine),)
+            if place == len(steps) - 1:
+                outputs.clear()
+            walk(child, z, on_spine + 1 if follows and on_spine is not None else None)
+
+    walk(trie, entry.x, 0)
+    return effects, None if score is None else score.base_loss()
+
+
+def planned_evaluations(schedules: list[Schedule], blocks: int) -> tuple[int, int]:
+    """Unit evaluations a batch: what a sweep takes, and what one forward pass a schedule would."""
+    shared = Trie.of([unmodified(blocks), *schedules]).evaluations()
+    return shared, sum(len(stage) for schedule in schedules for stage in schedule.stages)
