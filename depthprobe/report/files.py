@@ -113,4 +113,4 @@ def _errors(directory: Path) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or str(error)
         found = f"cannot write a report to {directory}: {reason}"
-        raise OutputError(found, "a folder that can be written", _ELSEWHERE) from None
+        raise OutputError(found, fix=f"make it writable or {_ELSEWHERE}") from None

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from statistics import median
 from typing import Any
 
 from depthprobe.report.schema import Report
@@ -154,12 +155,13 @@ def _ratio(report: Report) -> Finding | None:
     if len(values) < 6:
         each = ", ".join(f"{with_interval(row)} in block {row['layer']}" for _, row in rows.iterrows())
         return Finding("Update ratio", f"A block's update against the stream it reads: {each}.")
+    # medians, because a first block often overwrites the embedding many times over
     layers, third = sorted(values), len(values) // 3
-    early, late = (sum(values[i] for i in part) / third for part in (layers[:third], layers[-third:]))
+    early, late = (median(values[i] for i in part) for part in (layers[:third], layers[-third:]))
     least = lowest(rows)
     text = (
-        f"A block's update is {number(early)} of the stream over the first third of the blocks, {number(late)} over "
-        f"the last; least in block {least['layer']}: {with_interval(least)}."
+        f"The median block's update is {number(early)} of the stream in the first third of the blocks, {number(late)} "
+        f"in the last; least in block {least['layer']}: {with_interval(least)}."
     )
     return Finding("Update ratio", text)
 
@@ -177,7 +179,7 @@ def _signs(report: Report, unit: str) -> str:
     rows = curve(report, "update_alignment", unit)
     floor = report.resolution.get("update_alignment", 0.0)
     signs = [_sign(row, floor) for _, row in rows.iterrows()]
-    words = {1: "along the stream", -1: "against it", 0: "with no sign that this sample can tell"}
+    words = {1: "along the stream", -1: "against the stream", 0: "with no sign that this sample can tell"}
     layers = [int(layer) for layer in rows["layer"]]
     where = {sign: ranges(layer for layer, s in zip(layers, signs, strict=True) if s == sign) for sign in words}
     stretches = ", ".join(
@@ -212,10 +214,9 @@ def _interaction(report: Report) -> Finding | None:
     least = lowest(rows)
     layer = int(least["layer"])
     text = f"Block {layer + 1} needs block {layer}'s update least: interaction error {with_interval(least)}"
-    control = curve(report, "interaction_error_control")
-    if control.empty:
+    foreign = {int(row["layer"]): row for _, row in curve(report, "interaction_error_control").iterrows()}
+    if not foreign:
         return Finding("Interaction", text + ".")
-    foreign = {int(row["layer"]): row for _, row in control.iterrows()}
     floor = report.resolution.get("interaction_error", 0.0)
     verdicts = {int(row["layer"]): _against(row, foreign.get(int(row["layer"])), floor) for _, row in rows.iterrows()}
     if layer in foreign:
@@ -224,7 +225,7 @@ def _interaction(report: Report) -> Finding | None:
     parts = ", ".join(f"{many} {verdict}" for verdict, many in count.items() if many)
     more = (
         f"The median over {len(rows)} neighbouring pair{_s(len(rows))} is {number(float(rows['value'].median()))}; "
-        f"told by intervals that do not overlap, {parts} the control."
+        f"going by intervals that do not overlap, {parts} the control."
     )
     return Finding("Interaction", text + ".", more)
 
@@ -310,10 +311,9 @@ def _few(report: Report) -> Finding | None:
     count = report.corpus["sequences"]
     if count >= _FEW:
         return None
-    text = "There is one sequence only: nothing here has an interval over sequences."
-    if count > 1:
-        text = f"Every interval rests on only {count} sequences: with fewer than {_FEW} it tends to be too narrow."
-    return Finding("Few sequences", text)
+    text = f"Every interval rests on only {count} sequences: with fewer than {_FEW} it tends to be too narrow."
+    one = "There is one sequence only: nothing here has an interval over sequences."
+    return Finding("Few sequences", text if count > 1 else one)
 
 
 def _ends(row: Any) -> tuple[float, float]:
