@@ -23,9 +23,10 @@ from depthprobe.ablations.sweep import Trie, planned_evaluations, run_batch
 from depthprobe.ablations.units import Units
 from depthprobe.corpus import Corpus
 from depthprobe.errors import NonFiniteError, OutputError, UsageError
+from depthprobe.probes.base import key_rng
 from depthprobe.verify import Anatomy
 
-__all__ = ["Swept", "SweepSettings", "sweep"]
+__all__ = ["SweepSettings", "Swept", "sweep"]
 
 Progress = Callable[[int, int], None]
 MEMORY = 2 << 30
@@ -163,8 +164,13 @@ def _chunk(
         scored = Scored.next_token(inputs, sequences, settings.score_positions, settings.seed)
         return Reference(stream, last, scored)
 
+    def direction(layer: int, like: Tensor) -> Tensor:
+        drawn = [key_rng(settings.seed, int(s), (1 << 22) + layer).standard_normal(like.shape[1:]) for s in sequences]
+        vector = torch.from_numpy(np.stack(drawn)).to(like.device, like.dtype)
+        return vector / torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
+
     with torch.no_grad():
-        effects, base = run_batch(units, stream.enter(inputs), trie, reference)
+        effects, base = run_batch(units, stream.enter(inputs), trie, reference, direction)
     part = {name: np.stack([effects[i][name] for i in range(len(schedules))], axis=1) for name in effects[0]}
     for name, values in part.items():
         if not np.isfinite(values).all():

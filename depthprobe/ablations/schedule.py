@@ -17,6 +17,7 @@ from depthprobe.errors import UsageError
 
 __all__ = [
     "Combine",
+    "Part",
     "Schedule",
     "Unit",
     "attention_first",
@@ -33,7 +34,7 @@ __all__ = [
 ]
 
 Combine = Literal["sum", "mean", "branch-sum", "weights"]
-Part = Literal["", "a", "m"]
+Part = Literal["", "a", "m", "~"]  # ~ adds a random vector, a control; it has no notation
 
 
 @dataclass(frozen=True, order=True)
@@ -60,12 +61,14 @@ class Schedule:
             `branch-sum` N_last(x + Σ branch_i(x)) for post-LN sublayers, `weights` one block with the mean weights.
         kind: `skip`, `merge`, `swap`, `repeat`, `reverse`, `shuffle` or `custom`; how the tables call it.
         changed: the layers that the change is about.
+        words: what tables call it where it is no schedule (a control).
     """
 
     stages: tuple[Stage, ...]
     combine: Combine = "sum"
     kind: str = "custom"
     changed: tuple[int, ...] = ()
+    words: str = ""
 
     def __str__(self) -> str:
         """The notation; `parse` reads it back."""
@@ -95,6 +98,22 @@ class Schedule:
         return " ".join(parts)
 
     @property
+    def label(self) -> str:
+        """What stands in tables: the notation, or a control's own words."""
+        return self.words or str(self)
+
+    @property
+    def unit(self) -> str:
+        """`block`, `attention`, `mlp`, or `sublayer` where both kinds are run on their own."""
+        parts = {unit.part for stage in self.stages for unit in stage} & {"a", "m"}
+        if not parts:
+            return "block"
+        if self.kind == "skip" and len(parts) == 1:  # what is left of the block says what is gone
+            return "attention" if parts == {"m"} else "mlp"
+        merged = {unit.part for stage in self.stages if len(stage) > 1 for unit in stage}
+        return {"a": "attention", "m": "mlp"}.get("".join(merged), "sublayer")
+
+    @property
     def merges(self) -> bool:
         """Whether any stage has more than one unit."""
         return any(len(stage) > 1 for stage in self.stages)
@@ -102,7 +121,9 @@ class Schedule:
     @property
     def needs_branches(self) -> bool:
         """Whether it cannot run without the attention and MLP branches."""
-        return (self.combine == "branch-sum" and self.merges) or any(u.part for stage in self.stages for u in stage)
+        return (self.combine == "branch-sum" and self.merges) or any(
+            u.part in ("a", "m") for stage in self.stages for u in stage
+        )
 
     def check(self, blocks: int) -> Schedule:
         """The schedule itself, if it fits a model of so many blocks.

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from depthprobe.ablations.effects import Reference, state_distance
+from depthprobe.ablations.kinds import NOISE
 from depthprobe.ablations.schedule import Schedule, Stage, Unit, unmodified
 from depthprobe.ablations.units import Units
 from depthprobe.stream import Entry
@@ -55,7 +57,11 @@ class Trie:
 
 
 def run_batch(
-    units: Units, entry: Entry, trie: Trie, reference: Callable[[Tensor], Reference | None]
+    units: Units,
+    entry: Entry,
+    trie: Trie,
+    reference: Callable[[Tensor], Reference | None],
+    direction: Callable[[int, Tensor], Tensor],
 ) -> tuple[dict[int, Effects], NDArray[np.float64] | None]:
     """The effects of every schedule in the trie on one batch.
 
@@ -67,6 +73,7 @@ def run_batch(
         entry: the batch.
         trie: the schedules.
         reference: makes the unmodified predictions from the unmodified x_L; returns None without a head.
+        direction: a random unit vector a token for a layer, shaped like the state that it is given.
 
     Returns:
         Schedule index → metric → `[batch]`, and the unmodified loss `[batch]`, None without a head.
@@ -76,6 +83,12 @@ def run_batch(
         spine.append(units.unit(entry, Unit(layer), spine[-1]))
     score = reference(spine[-1])
     effects: dict[int, Effects] = {}
+
+    def noise(layer: int) -> Tensor:
+        """A random vector of the norm of what merging layer − 1 and layer drops."""
+        blind = units.unit(entry, Unit(layer), spine[layer - 1]) - spine[layer - 1]
+        dropped = (spine[layer + 1] - spine[layer]) - blind
+        return direction(layer, dropped) * torch.linalg.vector_norm(dropped, dim=-1, keepdim=True)
 
     def walk(node: Trie, x: Tensor, on_spine: int | None) -> None:
         if node.ends:
@@ -88,6 +101,8 @@ def run_batch(
             outputs[Unit(on_spine)] = spine[on_spine + 1]
 
         def run(unit: Unit) -> Tensor:
+            if unit.part == NOISE:
+                return x + noise(unit.layer)
             if unit not in outputs:
                 outputs[unit] = units.unit(entry, unit, x)
             return outputs[unit]

@@ -40,7 +40,7 @@ class Units:
         schedule.check(len(self.stream))
         for stage in schedule.stages:
             for unit in stage:
-                if unit.part:
+                if unit.part in _NAMES:
                     self._branch(unit)
             if len(stage) > 1 and schedule.combine == "branch-sum":
                 if not stage[0].part:
