@@ -78,10 +78,8 @@ def test_ratio_early_and_late():
 
 def test_alignment_counts_only_signs_that_the_interval_tells():
     text = said(sample())["Alignment"]
-    assert (
-        "The blocks' update points along the stream in blocks 0–4, against the stream in blocks 5–11 (the sign changes once)"
-        in text
-    )
+    assert "The blocks' update points along the stream in blocks 0–4, against the stream in blocks 5–11 (the" in text
+    assert "(the sign changes once)" in text
     assert "The MLP's" in text
     assert "The MLP's" not in said(blocks_only())["Alignment"]
     assert "no sign that this sample can tell in block 5" in said(half())["Alignment"]

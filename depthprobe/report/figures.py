@@ -95,7 +95,12 @@ def alt_text(report: Report, name: str) -> str:
 
 
 # seaborn's contexts drop what is not style, so these have one of their own
-_FILES = {"hatch.linewidth": 0.5, "svg.hashsalt": "depthprobe", "svg.fonttype": "path", "savefig.facecolor": "auto"}
+_FILES: dict[Any, Any] = {
+    "hatch.linewidth": 0.5,
+    "svg.hashsalt": "depthprobe",
+    "svg.fonttype": "path",
+    "savefig.facecolor": "auto",
+}
 _SIZES = {"font.size": 9.5, "axes.labelsize": 9.5, "xtick.labelsize": 9, "ytick.labelsize": 9, "legend.fontsize": 9}
 
 

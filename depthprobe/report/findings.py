@@ -108,16 +108,13 @@ def _growth(report: Report) -> Finding | None:
 
 def _law(report: Report, states: int) -> tuple[str, str]:
     """Which of the two fitted laws is closer, and how close both are; nothing for so few states that any law fits."""
-    said = {
-        "growth_rate": ("a constant rate", "× {} a block", 4),
-        "growth_power": ("a power law", "exponent {}", 3),
-    }
+    said = {"growth_rate": ("a constant rate", "× {} a block", 4), "growth_power": ("a power law", "exponent {}", 3)}
     quality = {"growth_rate": report.growth.get("r2_rate"), "growth_power": report.growth.get("r2_power")}
     known = {key: r2 for key, r2 in quality.items() if r2 is not None and _known(report.growth.get(key))}
     if not known or states < 4:
         return "", ""
     fits = "R² is " + ", ".join(f"{number(float(r2), 2)} for {said[key][0]}" for key, r2 in known.items()) + "."
-    best = max(known, key=lambda key: known[key])
+    best = max(known, key=known.__getitem__)
     if known[best] < _FITS:
         return ", with no fitted law that describes it well", fits
     law, words, digits = said[best]
