@@ -140,10 +140,12 @@ def test_anatomy_groups_equal_blocks():
             **blocks[index],
             "mlp": {"placement": "pre", "module": f"h.{index}.mlp", "scale": 0.22, "skip_scale": 1},
         }
-    rows = tables.anatomy_rows(replace(report, anatomy={**report.anatomy, "blocks": blocks}))
+    rows = tables.anatomy_rows({**report.anatomy, "blocks": blocks})
     assert [row["blocks"] for row in rows] == ["0–2, 4–6, 8–11", "3, 7"]
     assert rows[1]["mlp"] == "pre (h.*.mlp), branch × 0.220"
-    assert tables.anatomy_rows(blocks_only()) == [{"blocks": "0–11", "attention": "not found", "mlp": "not found"}]
+    assert tables.anatomy_rows(blocks_only().anatomy) == [
+        {"blocks": "0–11", "attention": "not found", "mlp": "not found"}
+    ]
 
 
 def test_layer_table_spreads_its_lines():

@@ -91,7 +91,7 @@ def _details(report: Report) -> dict[str, Any]:
         "css": _resource("page.css"),
         "sections": sections,
         "skipped": tables.skipped_rows(report),
-        "anatomy": tables.anatomy_rows(report),
+        "anatomy": tables.anatomy_rows(report.anatomy),
         "table": tables.layer_table(report),
         "facts": _facts(report),
         "growth": [(METRICS[name], report.growth[name]) for name in _GROWTH if name in used],

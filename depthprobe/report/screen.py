@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -11,9 +12,9 @@ from rich.text import Text
 from depthprobe.report.findings import findings, headline
 from depthprobe.report.html import visible
 from depthprobe.report.schema import Report
-from depthprobe.report.tables import layer_table
+from depthprobe.report.tables import anatomy_rows, layer_table
 
-__all__ = ["show"]
+__all__ = ["show", "show_anatomy"]
 
 _LAYERS = 6
 _COLUMNS = 7
@@ -39,6 +40,41 @@ def show(report: Report, console: Console | None = None, saved: Path | None = No
         console.print(Text(f"Verification: all {len(report.verification)} checks hold", "green"))
     if saved is not None:
         console.print(Text(f"Report: {saved}"), soft_wrap=True)
+
+
+def show_anatomy(found: dict[str, Any], console: Console | None = None) -> None:
+    """Print what `depthprobe.inspect` returns: the map, the placement of every block, and the checks.
+
+    Args:
+        found: `model`, `anatomy` and `verification`.
+        console: where to; standard output by default.
+    """
+    console = console or Console(highlight=False)
+    model, anatomy = found["model"], found["anatomy"]
+    order = "causal" if anatomy["causal"] else "bidirectional"
+    head = {"causal": "a next-token head", "masked": "a masked-token head"}.get(
+        model["objective"], "no language-model head"
+    )
+    facts = (
+        f"{model['architecture']}, {model['parameters']:,} parameters, {model['dtype']}, on {model['device']}",
+        f"{model['blocks']} blocks at {anatomy['block_list']}, width {model['width']}, {order}, {head}",
+        f"norm placement: {anatomy['summary']}",
+    )
+    console.print(Text(visible(model["name"]), "bold"), *map(Text, facts), sep="\n")
+    rows = Table(box=None, padding=(0, 2), header_style="dim", pad_edge=False)
+    for heading in ("blocks", "attention", "mlp"):
+        rows.add_column(heading, overflow="fold")
+    for row in anatomy_rows(anatomy):
+        rows.add_row(*(Text(row[name]) for name in ("blocks", "attention", "mlp")))
+    checks = Table(box=None, padding=(0, 2), header_style="dim", pad_edge=False)
+    for heading in ("check", "difference", "floor", ""):
+        checks.add_column(heading, overflow="fold")
+    for check in found["verification"]:
+        verdict = Text("holds", "green") if check["passed"] else Text("fails", "bold red")
+        checks.add_row(check["what"], f"{check['value']:.1e}", f"{check['floor']:.0e}", verdict)
+    console.print(rows, checks, sep="\n")
+    for note in (*model["notes"], *anatomy["notes"]):
+        console.print(Text(visible(note), "dim"))
 
 
 def _findings(report: Report) -> Table:

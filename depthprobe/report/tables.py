@@ -140,10 +140,10 @@ def placements(report: Report) -> set[str]:
     return {unit["placement"] for unit in units if unit}
 
 
-def anatomy_rows(report: Report) -> list[dict[str, str]]:
+def anatomy_rows(anatomy: dict[str, Any]) -> list[dict[str, str]]:
     """Blocks of equal build as one row: blocks, attention, mlp."""
     rows: list[dict[str, Any]] = []
-    for block in report.anatomy.get("blocks", []):
+    for block in anatomy.get("blocks", []):
         words = {kind: _unit(block.get(kind), str(block["index"])) for kind in ("attention", "mlp")}
         same = next((row for row in rows if all(row[kind] == words[kind] for kind in words)), None)
         if same:
@@ -161,7 +161,7 @@ def _unit(unit: dict[str, Any] | None, index: str) -> str:
     if index in parts[:-1]:
         parts[parts.index(index)] = "*"
     module = ".".join(parts)
-    words = f"{unit['placement']} ({module})" if module else str(unit["placement"])
+    words = str(unit["placement"]) + (", parallel" if unit.get("parallel") else "") + (f" ({module})" if module else "")
     for key, what in (("scale", "branch"), ("skip_scale", "stream")):
         scale = unit.get(key)
         if scale is not None and abs(scale - 1) > 1e-6:
