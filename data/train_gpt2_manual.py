@@ -1,6 +1,6 @@
 """Train the small GPT-2 in data/gpt2-manual on the English of Python's own standard library.
 
-    python data/train_gpt2_manual.py                 # CPU, one thread, about half an hour; resumes from --state
+    python data/train_gpt2_manual.py                 # CPU, one thread, about 40 minutes; resumes from --state
 
 Text: the training share of the manual topics (a hash of a topic's name decides, see depthprobe/documents.py) and the
 docstrings of the standard library's sources, which are parsed, not imported. A part of it is held out for validation.
@@ -117,8 +117,8 @@ model = GPT2LMHeadModel(
         eos_token_id=tokenizer.eos_token_id,
     )
 )
-# GPT-2's 0.02 is meant for widths of a thousand: at 128 it makes every branch start at next to nothing.
-# Weights of blocks start at 1 / sqrt(fan in) instead (Conv1D keeps [in, out]); the embeddings keep 0.02.
+# GPT-2's 0.02 is meant for widths of a thousand: at 128 branches start about 50 (MLP) and 200 (attention) times
+# smaller than with 1 / sqrt(fan in), which weights of blocks get here (Conv1D keeps [in, out]). Embeddings keep 0.02.
 for name, weight in model.named_parameters():
     if ".h." in name and weight.ndim == 2:
         torch.nn.init.normal_(weight, std=weight.shape[0] ** -0.5)
@@ -232,8 +232,9 @@ Neither was trained on. The unigram entropy is that of the tokens' own frequenci
 - Tokens seen: {seen:,} ({args.steps:,} steps of {BATCH} x {POSITIONS}), {seen / len(train_ids):.1f} times the text.
 - AdamW, betas 0.9 and 0.98, weight decay {DECAY} on matrices, gradients clipped to 1, no dropout; rate {PEAK} after
   {WARMUP} steps of warm-up, then a cosine down to {FLOOR}.
-- Weights of blocks were drawn with standard deviation 1 / sqrt(fan in), not GPT-2's 0.02, which at this width lets
-  every branch start at next to nothing. That shapes what depthprobe sees in it.
+- Weights of blocks were drawn with standard deviation 1 / sqrt(fan in), not GPT-2's 0.02, with which branches start
+  about 50 (MLP) and 200 (attention) times smaller at this width. The embeddings keep 0.02, so that the first block
+  outweighs them from the start. Both shape what depthprobe sees in it.
 - `loss.csv`: loss of a step's own batch, and of the first 64 held-out sequences.
 
 The text is under Python's licence (PSF-2.0), the weights are under this repository's.
