@@ -1,0 +1,157 @@
+"""The public verb `ablate`: change the order and the inputs of a model's blocks, and measure what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import nn
+
+from depthprobe.ablations import kinds as _kinds
+from depthprobe.ablations.run import Progress, SweepSettings, Swept, sweep
+from depthprobe.ablations.schedule import Combine, Schedule, parse
+from depthprobe.ablations.table import merge_against_skip, proxies, table
+from depthprobe.analysis import prepare
+from depthprobe.checkpoint import Checkpoint
+from depthprobe.corpus import Corpus
+from depthprobe.estimate import Resampler
+from depthprobe.verify import Anatomy
+
+__all__ = ["Ablations", "ablate", "default_schedules", "run_ablations", "select_sequences"]
+
+
+@dataclass(frozen=True, eq=False)
+class Ablations:
+    """What changes cost.
+
+    Attributes:
+        table: schedule, kind, unit, layers, combine, metric, value, ci_low, ci_high, n: one row a schedule and metric.
+        merging: ρ by layer, the proxies' rank correlations, the unmodified loss, and what the sweep took.
+        swept: the effects a sequence, `[sequences, schedules]`.
+    """
+
+    table: pd.DataFrame
+    merging: dict[str, Any]
+    swept: Swept
+
+    def to_frame(self) -> pd.DataFrame:
+        """A copy of the table."""
+        return self.table.copy()
+
+
+def ablate(
+    model: str | Path | nn.Module | Checkpoint,
+    schedules: Iterable[str | Schedule] | None = None,
+    data: Any = None,
+    *,
+    combine: Combine = "sum",
+    controls: bool = True,
+    score_positions: float = 1.0,
+    tokens: int = 8192,
+    seq_len: int | None = None,
+    batch_size: int | Literal["auto"] = "auto",
+    seed: int = 0,
+    bos: Literal["auto", "always", "never"] = "auto",
+    text_field: str = "text",
+    resume: str | Path | None = None,
+    progress: Progress | None = None,
+    **loading: Any,
+) -> Ablations:
+    """Run changed models and measure loss, KL and agreement against the unmodified one.
+
+    What schedules share is run once: all single skips and adjacent merges take about half the block evaluations that
+    one forward pass each would.
+
+    Args:
+        model: as in `analyze`.
+        schedules: such as `"0-3 (4+5) 6-11"`, or `Schedule`s; None for all single skips, adjacent merges and swaps.
+        data: as in `analyze`.
+        combine: what stages of several units in strings do: `sum`, `mean`, `branch-sum`, `weights`.
+        controls: beside default merges, run what they are judged against.
+        score_positions: share of the positions that are scored, drawn by (seed, sequence).
+        tokens, seq_len, seed, bos, text_field: as in `analyze`.
+        batch_size: sequences at once; `auto` for what fits in 2 GiB of states and logits.
+        resume: folder that keeps finished chunks, for a run that goes on after a kill.
+        progress: called with (sequences done, sequences in all).
+        loading: further arguments of `load`.
+
+    Returns:
+        Effects with paired 95 % bootstrap intervals over sequences.
+
+    Raises:
+        UsageError: a schedule that is wrong, or that this model cannot run.
+        OutputError: `resume` belongs to another run.
+        NonFiniteError: an effect is not finite.
+    """
+    settings = SweepSettings(score_positions, seed, None if batch_size == "auto" else batch_size)
+    settings.check()
+    given = None if schedules is None else [parse(s, combine) if isinstance(s, str) else s for s in schedules]
+    _, corpus, anatomy = prepare(
+        model, data, tokens=tokens, seq_len=seq_len, seed=seed, bos=bos, text_field=text_field, **loading
+    )
+    chosen = default_schedules(len(anatomy.stream), controls=controls) if given is None else given
+    return run_ablations(anatomy, corpus, chosen, settings, progress, None if resume is None else Path(resume))
+
+
+def default_schedules(
+    blocks: int,
+    kinds: tuple[str, ...] = _kinds.DEFAULT_KINDS,
+    *,
+    unit: str = "block",
+    span: int = 2,
+    combine: Combine = "sum",
+    controls: bool = True,
+    seed: int = 0,
+) -> list[Schedule]:
+    """All schedules of some kinds, with the controls of adjacent merges where there are any; each once."""
+    made = _kinds.schedules(blocks, kinds, unit, min(span, blocks) if blocks > 1 else 2, combine, seed)
+    if controls and "merge" in kinds and unit == "block":
+        made += _kinds.controls(blocks)
+    unique = {(s.stages, s.combine if s.merges else ""): s for s in reversed(made)}
+    return list(reversed(unique.values()))
+
+
+def run_ablations(
+    anatomy: Anatomy,
+    corpus: Corpus,
+    schedules: list[Schedule],
+    settings: SweepSettings,
+    progress: Progress | None = None,
+    resume: Path | None = None,
+    layers: pd.DataFrame | None = None,
+    pairs: pd.DataFrame | None = None,
+) -> Ablations:
+    """Sweep, and put the result into tables; `layers` and `pairs` of a report add the proxies' correlations."""
+    swept = sweep(anatomy, corpus, schedules, settings, progress, resume)
+    resampler = Resampler(corpus.sequences, corpus.documents, settings.seed)
+    cost = "kl" if "kl" in swept.effects else "state_distance"
+    base = None
+    if swept.base_loss is not None:
+        value, low, high = (float(v[0]) for v in resampler.intervals(swept.base_loss[:, None]))
+        base = {"value": value, "ci_low": low, "ci_high": high}
+    merging = {
+        "rho": merge_against_skip(swept, resampler, cost),
+        "proxies": [] if layers is None or pairs is None else proxies(swept, layers, pairs, resampler, cost),
+        "base_loss": base,
+        "sequences": corpus.sequences,
+        "tokens": corpus.tokens,
+        "score_positions": settings.score_positions,
+        "evaluations": swept.evaluations,
+        "plain_evaluations": swept.plain_evaluations,
+        "seconds": swept.seconds,
+        "notes": swept.notes,
+    }
+    return Ablations(table(swept, resampler), merging, swept)
+
+
+def select_sequences(corpus: Corpus, tokens: int) -> Corpus:
+    """An evenly spread part of a corpus with about so many tokens."""
+    count = max(1, min(corpus.sequences, tokens // corpus.tokens))
+    rows = np.linspace(0, corpus.sequences - 1, count).round().astype(np.int64)
+    documents = None if corpus.documents is None else corpus.documents[rows]
+    return replace(corpus, inputs=corpus.inputs[torch.from_numpy(rows)], documents=documents)
