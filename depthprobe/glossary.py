@@ -10,7 +10,7 @@ from typing import Literal
 
 __all__ = ["METRICS", "NOTATION", "Metric", "lookup"]
 
-Table = Literal["layers", "pairs", "report"]
+Table = Literal["layers", "pairs", "ablations", "report"]
 
 NOTATION = """\
 x_l   residual stream that block l reads, l = 0 … L-1; x_L is what the last block writes, before the final norm
@@ -34,7 +34,7 @@ class Metric:
         formula: the definition, in the notation above.
         reading: one sentence on how to read it.
         source: where the definition comes from, empty if it is elementary.
-        table: the table that carries it (`layers`, `pairs`), or `report` for one value a model.
+        table: the table that carries it (`layers`, `pairs`, `ablations`), or `report` for what stands in report.json alone.
     """
 
     name: str
@@ -232,6 +232,46 @@ _ALL = (
         "growth of the updates a block",
         "exp of the slope of log ‖Δ_l‖ on l, l = 0 … L-1",
         "1: updates of constant size, the premise of the claim; above 1: later blocks write more.",
+        "",
+        "report",
+    ),
+    Metric(
+        "delta_loss",
+        "change of the loss",
+        "mean cross-entropy of the changed model minus the unchanged one's, nats per token, over the same targets",
+        "What the change costs at the task itself; below 0 the changed model predicts this corpus better.",
+        "",
+        "ablations",
+    ),
+    Metric(
+        "kl",
+        "distance to the unchanged predictions",
+        "KL(p_unchanged ‖ p_changed), nats per token",
+        "0: the same predictions. Unlike the loss, it also counts changes that happen to help.",
+        "",
+        "ablations",
+    ),
+    Metric(
+        "top1_agreement",
+        "agreement with the unchanged model",
+        "share of positions whose most likely token is the same in the changed and the unchanged model",
+        "1: greedy decoding would not notice the change.",
+        "",
+        "ablations",
+    ),
+    Metric(
+        "state_distance",
+        "distance to the unchanged last state",
+        "1 - cos of the changed and the unchanged x_L, before any final norm, over every position",
+        "0: the same direction. The only cost of a change for a model without a language-model head.",
+        "",
+        "ablations",
+    ),
+    Metric(
+        "rho",
+        "merge against skip",
+        "ρ_l = KL(merge l, l+1) / KL(skip l); state_distance in place of KL where there is no next-token head",
+        "Below 1: hiding block l's update from block l+1 alone costs less than hiding it from all later blocks.",
         "",
         "report",
     ),

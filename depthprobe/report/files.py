@@ -43,11 +43,12 @@ def save(report: Report, directory: Path, figure_format: str = "png") -> Path:
     """What `Report.save` does."""
     if figure_format not in ("png", "svg"):
         raise UsageError(f"figures cannot be written as {figure_format!r}", "png or svg", "pass one of the two")
-    contents = {
-        "report.json": report.to_json().encode(),
-        "layers.csv": report.layers.to_csv(index=False, lineterminator="\n").encode(errors="backslashreplace"),
-        "pairs.csv": report.pairs.to_csv(index=False, lineterminator="\n").encode(errors="backslashreplace"),
-    }
+    contents = {"report.json": report.to_json().encode()}
+    tables = {"layers": report.layers, "pairs": report.pairs, "ablations": report.ablations}
+    for name, table in tables.items():
+        if name != "ablations" or not table.empty:
+            csv = table.to_csv(index=False, lineterminator="\n")
+            contents[f"{name}.csv"] = csv.encode(errors="backslashreplace")
     for name in figures.available(report):
         contents[f"figures/{name}.{figure_format}"] = figures.render(report, name, figure_format)
     contents["report.html"] = html.page(report).encode(errors="backslashreplace")
@@ -77,9 +78,10 @@ def _write(contents: dict[str, bytes], directory: Path) -> None:
             (directory / "figures").mkdir(exist_ok=True)
             for name in contents:
                 os.replace(staging / name, directory / name)
-            stale = {f"figures/{name}.{kind}" for name in figures.NAMES for kind in ("png", "svg")} - set(contents)
-            for name in stale:
-                (directory / name).unlink(missing_ok=True)
+            ours = {f"figures/{name}.{kind}" for name in figures.NAMES for kind in ("png", "svg")} | {"ablations.csv"}
+            for name in ours - set(contents):
+                if not (directory / name).is_dir():
+                    (directory / name).unlink(missing_ok=True)
         else:
             directory.parent.mkdir(parents=True, exist_ok=True)
             os.replace(staging, directory)

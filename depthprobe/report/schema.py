@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ import pandas as pd
 
 from depthprobe.errors import NonFiniteError, OutputError
 
-__all__ = ["LAYER_COLUMNS", "PAIR_COLUMNS", "SCHEMA_VERSION", "Report"]
+__all__ = ["ABLATION_COLUMNS", "LAYER_COLUMNS", "PAIR_COLUMNS", "SCHEMA_VERSION", "Report"]
 
 SCHEMA_VERSION = 1
 LAYER_COLUMNS = {
@@ -35,7 +35,24 @@ PAIR_COLUMNS = {
     "ci_high": "float64",
     "n": "int64",
 }
+ABLATION_COLUMNS = {
+    "schedule": "str",
+    "kind": "str",
+    "unit": "str",
+    "layers": "str",
+    "combine": "str",
+    "metric": "str",
+    "value": "float64",
+    "ci_low": "float64",
+    "ci_high": "float64",
+    "n": "int64",
+}
+_TABLES = {"layers": LAYER_COLUMNS, "pairs": PAIR_COLUMNS, "ablations": ABLATION_COLUMNS}
 _AGAIN = "run `depthprobe analyze` again to write a new report"
+
+
+def _no_ablations() -> pd.DataFrame:
+    return pd.DataFrame({name: pd.Series(dtype=kind) for name, kind in ABLATION_COLUMNS.items()})
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +79,11 @@ class Report:
         cost: forward_passes, block_evaluations, seconds.
         run: command, seed, depthprobe, versions, machine, options, created (ISO, UTC).
         notes: plain sentences on what was left out, and why.
+        ablations: the rows of `ablations.csv`: schedule, kind, unit, layers (such as "4,5"), combine (empty where it
+            does not apply), metric, value, ci_low, ci_high, n (sequences); no rows where no model was changed.
+        merging: rho (cost, layers, median, slope, or None), proxies (proxy, cost, blocks, value, ci_low, ci_high),
+            base_loss (with interval, or None), sequences, tokens, score_positions, evaluations, plain_evaluations,
+            seconds, notes; empty where no model was changed.
     """
 
     model: dict[str, Any]
@@ -77,6 +99,8 @@ class Report:
     cost: dict[str, Any]
     run: dict[str, Any]
     notes: list[str]
+    ablations: pd.DataFrame = field(default_factory=_no_ablations)
+    merging: dict[str, Any] = field(default_factory=dict)
 
     def to_frame(self) -> pd.DataFrame:
         """A copy of the per-layer table: columns layer, unit, metric, value, ci_low, ci_high, n."""
@@ -86,15 +110,15 @@ class Report:
         """The whole report as JSON text, which `from_json` reads back; an interval that is not finite becomes null.
 
         Raises:
-            NonFiniteError: a value in `layers` or `pairs` is infinite or not a number.
+            NonFiniteError: a value in a table is infinite or not a number.
         """
         document: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for part in fields(self):
+            value = getattr(self, part.name)
             if isinstance(value, pd.DataFrame):
-                self._check_finite(field.name, value)
+                self._check_finite(part.name, value)
                 value = {"columns": list(value.columns), "rows": value.to_numpy(dtype=object).tolist()}
-            document[field.name] = _plain(value)
+            document[part.name] = _plain(value)
         return json.dumps(document, indent=1, allow_nan=False)
 
     @classmethod
@@ -118,19 +142,23 @@ class Report:
             found = f"{source} has schema version {document['schema_version']!r}"
             raise OutputError(found, str(SCHEMA_VERSION), "read it with the depthprobe that wrote it, or analyze again")
         values: dict[str, Any] = {}
-        for field in fields(cls):
-            if field.name not in document:
-                raise OutputError(f"{source} has no field {field.name!r}", fix=_AGAIN)
-            value = document[field.name]
-            if field.name in ("layers", "pairs"):
-                value = _frame(value, LAYER_COLUMNS if field.name == "layers" else PAIR_COLUMNS, source, field.name)
-            elif not isinstance(value, dict if str(field.type).startswith("dict") else list):
-                raise OutputError(f"field {field.name!r} of {source} is a {type(value).__name__}", fix=_AGAIN)
-            values[field.name] = value
+        for part in fields(cls):
+            if part.name not in document:
+                if part.default_factory is not MISSING:  # a report from before there was such a field
+                    continue
+                raise OutputError(f"{source} has no field {part.name!r}", fix=_AGAIN)
+            value = document[part.name]
+            if part.name in _TABLES:
+                value = _frame(value, _TABLES[part.name], source, part.name)
+            elif not isinstance(value, dict if str(part.type).startswith("dict") else list):
+                raise OutputError(f"field {part.name!r} of {source} is a {type(value).__name__}", fix=_AGAIN)
+            values[part.name] = value
         return cls(**values)
 
     def save(self, directory: str | Path, figures: Literal["png", "svg"] = "png") -> Path:
-        """Write report.html, report.json, layers.csv, pairs.csv and figures/ into `directory`, all or nothing.
+        """Write report.html, report.json, the tables and figures/ into `directory`, all or nothing.
+
+        The tables are layers.csv and pairs.csv, and ablations.csv where the model was changed.
 
         Args:
             directory: made if it is missing; files of other names in it stay as they are.
@@ -179,9 +207,11 @@ class Report:
         if finite.all():
             return
         row = frame.loc[~finite].iloc[0]
-        where = (
-            f"layer {row['layer']}, unit {row['unit']}" if table == "layers" else f"states {row['i']} and {row['j']}"
-        )
+        where = {
+            "layers": "layer {layer}, unit {unit}",
+            "pairs": "states {i} and {j}",
+            "ablations": "schedule {schedule!r}",
+        }[table].format(**row)
         found = f"{row['metric']} is {row['value']} at {where} ({self.model.get('dtype')})"
         raise NonFiniteError(found, "a finite number", "try --dtype float32")
 
