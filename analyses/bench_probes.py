@@ -14,8 +14,8 @@ import time
 
 import torch
 
-from depthprobe.analysis import prepare
 from depthprobe.measure import Settings, measure
+from depthprobe.prepare import prepare
 
 DEFAULT = ".weights/SmolLM2-135M-Instruct.Q4_1.gguf"
 MEMORY_MODEL = "data/gpt2-manual"

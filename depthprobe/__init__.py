@@ -10,14 +10,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from depthprobe.ablation import Ablations, ablate
     from depthprobe.analysis import analyze, inspect
     from depthprobe.checkpoint import Checkpoint, load
     from depthprobe.errors import DepthprobeError
     from depthprobe.report import Report
 
-__all__ = ["Checkpoint", "DepthprobeError", "Report", "analyze", "inspect", "load"]
+__all__ = ["Ablations", "Checkpoint", "DepthprobeError", "Report", "ablate", "analyze", "inspect", "load"]
 
 _HOMES = {
+    "Ablations": "ablation",
+    "ablate": "ablation",
     "analyze": "analysis",
     "inspect": "analysis",
     "Checkpoint": "checkpoint",

@@ -15,14 +15,25 @@ from torch import nn
 from depthprobe.ablations import kinds as _kinds
 from depthprobe.ablations.run import Progress, SweepSettings, Swept, sweep
 from depthprobe.ablations.schedule import Combine, Schedule, parse
+from depthprobe.ablations.sweep import planned_evaluations
 from depthprobe.ablations.table import merge_against_skip, proxies, table
-from depthprobe.analysis import prepare
 from depthprobe.checkpoint import Checkpoint
 from depthprobe.corpus import Corpus
 from depthprobe.estimate import Resampler
+from depthprobe.prepare import prepare
 from depthprobe.verify import Anatomy
 
-__all__ = ["Ablations", "ablate", "default_schedules", "run_ablations", "select_sequences"]
+__all__ = [
+    "Ablations",
+    "ablate",
+    "default_schedules",
+    "default_sweep",
+    "run_ablations",
+    "select_sequences",
+    "sweep_cost",
+]
+
+ANALYZE_SHARE = 0.25
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +88,7 @@ def ablate(
         tokens, seq_len, seed, bos, text_field: as in `analyze`.
         batch_size: sequences at once; `auto` for what fits in 2 GiB of states and logits.
         resume: folder that keeps finished chunks, for a run that goes on after a kill.
-        progress: called with (sequences done, sequences in all).
+        progress: called with (block evaluations done, in all).
         loading: further arguments of `load`.
 
     Returns:
@@ -109,7 +120,9 @@ def default_schedules(
     seed: int = 0,
 ) -> list[Schedule]:
     """All schedules of some kinds, with the controls of adjacent merges where there are any; each once."""
-    made = _kinds.schedules(blocks, kinds, unit, min(span, blocks) if blocks > 1 else 2, combine, seed)
+    if blocks == 1:  # one block has no neighbour
+        kinds = tuple(kind for kind in kinds if kind in ("skip", "repeat", "parallel"))
+    made = _kinds.schedules(blocks, kinds, unit, span, combine, seed)
     if controls and "merge" in kinds and unit == "block":
         made += _kinds.controls(blocks)
     unique = {(s.stages, s.combine if s.merges else ""): s for s in reversed(made)}
@@ -147,6 +160,31 @@ def run_ablations(
         "notes": swept.notes,
     }
     return Ablations(table(swept, resampler), merging, swept)
+
+
+def default_sweep(
+    anatomy: Anatomy,
+    corpus: Corpus,
+    seed: int,
+    layers: pd.DataFrame,
+    pairs: pd.DataFrame,
+    progress: Progress | None = None,
+) -> Ablations:
+    """What `analyze` runs: single skips, adjacent merges and swaps, a quarter of the positions scored."""
+    schedules = default_schedules(len(anatomy.stream), controls=False)
+    settings = SweepSettings(score_positions=ANALYZE_SHARE, seed=seed)
+    return run_ablations(anatomy, corpus, schedules, settings, progress, layers=layers, pairs=pairs)
+
+
+def sweep_cost(anatomy: Anatomy, corpus: Corpus, schedules: list[Schedule]) -> tuple[int, str]:
+    """Block evaluations of a sweep (of one chunk), and a sentence on it."""
+    blocks = len(anatomy.stream)
+    shared, plain = planned_evaluations(schedules, blocks)
+    text = (
+        f"{len(schedules)} changed models on {corpus.sequences} × {corpus.tokens} tokens, at the cost of "
+        f"{shared / blocks:.0f} forward passes' blocks instead of {plain / blocks:.0f}."
+    )
+    return shared, text
 
 
 def select_sequences(corpus: Corpus, tokens: int) -> Corpus:

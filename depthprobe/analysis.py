@@ -16,15 +16,15 @@ from torch import nn
 
 from depthprobe.anatomy import Block, Branch
 from depthprobe.checkpoint import Checkpoint, load
-from depthprobe.corpus import Corpus, read
-from depthprobe.errors import CorpusError
+from depthprobe.corpus import Corpus
 from depthprobe.estimate import Resampler
 from depthprobe.measure import Measured, Progress, Settings, measure
+from depthprobe.prepare import prepare
 from depthprobe.report import Report
 from depthprobe.summary import growth, layers_table, pairs_table, skipped_positions
-from depthprobe.verify import Anatomy, open_stream
+from depthprobe.verify import Anatomy
 
-__all__ = ["analyze", "build_report", "describe_anatomy", "inspect", "prepare"]
+__all__ = ["analyze", "build_report", "describe_anatomy", "inspect"]
 
 
 def analyze(
@@ -87,44 +87,6 @@ def analyze(
     measured = measure(anatomy, corpus, settings, progress)
     options = {"tokens": tokens, "seq_len": seq_len, "bos": bos, "text_field": text_field} | vars(settings)
     return build_report(checkpoint, corpus, anatomy, measured, settings, options)
-
-
-def prepare(
-    model: str | Path | nn.Module | Checkpoint,
-    data: Any = None,
-    *,
-    tokens: int = 8192,
-    seq_len: int | None = None,
-    seed: int = 0,
-    bos: Literal["auto", "always", "never"] = "auto",
-    text_field: str = "text",
-    **loading: Any,
-) -> tuple[Checkpoint, Corpus, Anatomy]:
-    """Load the model, read the corpus for it, and verify the model's anatomy on the first sequences."""
-    checkpoint = load(model, **loading)
-    if checkpoint.inputs == "states" and data is None:
-        raise CorpusError(
-            f"{checkpoint.name} takes float states, not token ids",
-            "data of shape [sequences, tokens, width]",
-            "pass a float array, or a .npy of it with --data",
-        )
-    corpus = read(
-        data,
-        checkpoint.tokenizer,
-        tokens=tokens,
-        seq_len=seq_len,
-        max_positions=checkpoint.max_positions,
-        vocab_size=checkpoint.vocab_size,
-        bos=bos,
-        text_field=text_field,
-        seed=seed,
-    )
-    if corpus.is_states != (checkpoint.inputs == "states"):
-        wants, got = ("float states", "token ids") if checkpoint.inputs == "states" else ("token ids", "float states")
-        raise CorpusError(f"the data holds {got}", f"{wants}, which {checkpoint.name} takes")
-    dtype = checkpoint.dtype if corpus.is_states else torch.int64
-    anatomy = open_stream(checkpoint, corpus.inputs[:4].to(checkpoint.device, dtype))
-    return checkpoint, corpus, anatomy
 
 
 def inspect(model: str | Path | nn.Module | Checkpoint, data: Any = None, **loading: Any) -> dict[str, Any]:

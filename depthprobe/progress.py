@@ -18,21 +18,27 @@ def say(text: str) -> None:
 
 
 class Bar:
-    """A bar with the time left on a terminal; elsewhere one line with the estimate after the first batch."""
+    """A bar with the time left on a terminal, and a line with the estimate after the first twentieth.
 
-    def __init__(self, total: int) -> None:
+    Args:
+        what: the work, such as `Measuring`.
+        total: how much of it there is.
+        unit: what is counted.
+    """
+
+    def __init__(self, what: str, total: int, unit: str = "sequences") -> None:
         console = Console(stderr=True)
-        self.total, self.shown = total, console.is_terminal
+        self.total, self.unit = total, unit
         columns = (
-            TextColumn("Measuring"),
+            TextColumn(what),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("sequences ·"),
+            TextColumn(f"{unit} ·"),
             TimeElapsedColumn(),
             TextColumn("· left"),
             TimeRemainingColumn(),
         )
-        self.bar = Progress(*columns, console=console, disable=not self.shown, transient=True)
+        self.bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
 
     def __enter__(self) -> Callable[[int, int], None]:
         started = time.perf_counter()
@@ -42,11 +48,12 @@ class Bar:
 
         def step(done: int, total: int) -> None:
             nonlocal first
-            self.bar.update(task, completed=done)
-            if first and done < total:
-                minutes = (time.perf_counter() - started) * total / done / 60
-                say(f"About {minutes:.1f} minutes on this machine, from the first {done} of {total} sequences.")
-            first = False
+            self.bar.update(task, completed=done, total=total)
+            if first and 20 * done >= total:
+                first = False
+                if done < total:
+                    minutes = (time.perf_counter() - started) * total / done / 60
+                    say(f"About {minutes:.1f} minutes on this machine, from the first {done} of {total} {self.unit}.")
 
         return step
 

@@ -52,7 +52,7 @@ def schedules(
         raise UsageError(f"kind {unknown[0]!r}", ", ".join(KINDS))
     if unit not in _PARTS:
         raise UsageError(f"--unit {unit}", ", ".join(_PARTS))
-    if not 2 <= span <= blocks:
+    if not 2 <= span <= max(2, blocks):
         raise UsageError(f"--span {span}", f"2 to {blocks}, the number of blocks")
     part = _PARTS[unit]
     if part and (whole := [kind for kind in kinds if kind not in ("skip", "merge")]):

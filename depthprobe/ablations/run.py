@@ -107,7 +107,7 @@ def sweep(
         corpus: what to run it on.
         schedules: what to run.
         settings: how.
-        progress: called with (sequences done, sequences in all).
+        progress: called with (unit evaluations done, in all); those of finished chunks that were kept count as done.
         resume: folder that keeps finished chunks; a run that finds its own chunks there goes on after them.
 
     Raises:
@@ -119,10 +119,18 @@ def sweep(
     settings.check()
     if not schedules:
         raise UsageError("there is no schedule to run", "at least one")
-    units = Units(anatomy)
+    step = settings.sequences_at_once(anatomy, corpus)
+    shared, plain = planned_evaluations(schedules, len(anatomy.stream))
+    chunks = -(-corpus.sequences // step)
+    kept = 0
+
+    def tick(made: int) -> None:
+        if progress is not None:
+            progress(kept * shared + made, chunks * shared)
+
+    units = Units(anatomy, tick)
     for schedule in schedules:
         units.check(schedule)
-    step = settings.sequences_at_once(anatomy, corpus)
     store = None if resume is None else _Store(resume, _identity(anatomy, corpus, schedules, settings, step))
     trie = Trie.of(schedules)
     started, parts = time.perf_counter(), []
@@ -136,13 +144,11 @@ def sweep(
             part = _chunk(units, trie, schedules, inputs, np.arange(start, stop), settings)
             if store is not None:
                 store.save(start, part)
+        else:
+            kept += 1
         parts.append(part)
-        if progress is not None:
-            progress(stop, corpus.sequences)
-    shared, plain = planned_evaluations(schedules, len(stream))
     whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     base = whole.pop("base_loss", None)
-    chunks = len(parts)
     return Swept(
         schedules, whole, base, shared * chunks, plain * chunks, time.perf_counter() - started, _notes(anatomy)
     )

@@ -25,10 +25,11 @@ class Units:
 
     Args:
         anatomy: the verified model.
+        tick: called after every evaluation with how many there were.
     """
 
-    def __init__(self, anatomy: Anatomy) -> None:
-        self.anatomy, self.stream = anatomy, anatomy.stream
+    def __init__(self, anatomy: Anatomy, tick: Callable[[int], None] | None = None) -> None:
+        self.anatomy, self.stream, self.tick = anatomy, anatomy.stream, tick
         self.evaluations = 0
 
     def check(self, schedule: Schedule) -> None:
@@ -52,7 +53,7 @@ class Units:
 
     def unit(self, entry: Entry, unit: Unit, x: Tensor) -> Tensor:
         """What a unit makes of a state `[batch, tokens, width]`: f(x), the same shape."""
-        self.evaluations += 1
+        self._count()
         if not unit.part:
             return self.stream.run(entry, unit.layer, x)
         return self._sublayer(entry, unit, x)[0]
@@ -70,7 +71,7 @@ class Units:
         if len(stage) == 1:
             return run(stage[0])
         if combine == "weights":
-            self.evaluations += 1
+            self._count()
             return self.stream.run(entry, stage[0].layer, x, self._averaged(stage))
         if combine == "branch-sum":
             return self._branch_sum(entry, stage, x)
@@ -81,6 +82,11 @@ class Units:
         for output in outputs:
             total = total + (output - x)
         return total
+
+    def _count(self) -> None:
+        self.evaluations += 1
+        if self.tick is not None:
+            self.tick(self.evaluations)
 
     def _branch(self, unit: Unit) -> Branch:
         branch = self.anatomy.blocks[unit.layer].branch(_NAMES[unit.part])
@@ -126,7 +132,7 @@ class Units:
         last = self._branch(stage[-1])
         total = x * last.skip_scale
         for unit in stage:
-            self.evaluations += 1
+            self._count()
             total = total + self._sublayer(entry, unit, x)[1]
         assert last.norm is not None
         norm = self.stream.blocks.modules[stage[-1].layer].get_submodule(last.norm)

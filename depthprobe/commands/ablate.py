@@ -1,0 +1,187 @@
+"""`depthprobe ablate`."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from depthprobe.commands.options import (
+    BatchSize,
+    Bos,
+    Data,
+    Debug,
+    Device,
+    Dtype,
+    Figures,
+    Out,
+    Revision,
+    Seed,
+    SeqLen,
+    Spec,
+    TextField,
+    Tokenizer,
+    Tokens,
+    Trust,
+    batch_number,
+    check_figures,
+    command_line,
+)
+from depthprobe.errors import OutputError
+
+if TYPE_CHECKING:
+    from depthprobe.checkpoint import Checkpoint
+    from depthprobe.corpus import Corpus
+    from depthprobe.report import Report
+    from depthprobe.verify import Anatomy
+
+_WHAT = "What is changed"
+
+
+def ablate(
+    checkpoint: Spec,
+    kinds: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated: skip, merge, swap, repeat, reverse, shuffle, attention-first, parallel.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = "skip,merge,swap",
+    unit: Annotated[str, typer.Option(help="block, attention or mlp.", rich_help_panel=_WHAT)] = "block",
+    span: Annotated[int, typer.Option(help="How many neighbours a merge joins.", rich_help_panel=_WHAT)] = 2,
+    combine: Annotated[
+        str,
+        typer.Option(
+            help="What merged units make of their input: sum, mean, branch-sum (post-LN sublayers), weights.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = "sum",
+    schedule: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A schedule instead of kinds, such as '0-3 (4+5) 6-11'; may be given several times.",
+            show_default=False,
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    controls: Annotated[
+        bool,
+        typer.Option(
+            help="Beside merges: skip one, skip both, swap, merge blocks that are no neighbours, add a random vector.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = True,
+    score_positions: Annotated[float, typer.Option(help="Share of the positions that is scored.")] = 1.0,
+    memory: Annotated[float, typer.Option(help="GiB that states and logits of one batch may take.")] = 2.0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was killed.")] = False,
+    out: Out = None,
+    figures: Figures = "png",
+    data: Data = None,
+    tokens: Tokens = 4096,
+    seq_len: SeqLen = None,
+    bos: Bos = "auto",
+    text_field: TextField = "text",
+    batch_size: BatchSize = "auto",
+    seed: Seed = 0,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    revision: Revision = None,
+    tokenizer: Tokenizer = None,
+    trust_remote_code: Trust = False,
+    debug: Debug = False,
+) -> None:
+    """Change the order or the inputs of a model's blocks, and measure what it costs.
+
+    Every change is a schedule: `0-3 (4+5) 6-11` runs blocks 4 and 5 on the same input, `0-3 5-11` skips block 4,
+    `0-3 5 4 6-11` swaps two, `0-3 (4a+5a) (4m+5m) 6-11` runs both attentions and then both MLPs. What schedules share
+    is run once. The results join the model's report, which is made first where there is none.
+
+    Example: `depthprobe ablate gpt2 --kinds merge --span 3 --score-positions 0.25`
+    """
+    from depthprobe.report.files import check_writable
+
+    check_figures(figures)
+    size = batch_number(batch_size)
+    if out is not None:
+        check_writable(out)
+
+    from depthprobe.ablation import default_schedules, run_ablations, sweep_cost
+    from depthprobe.ablations.run import SweepSettings
+    from depthprobe.ablations.schedule import parse
+    from depthprobe.prepare import prepare
+    from depthprobe.progress import Bar, say
+    from depthprobe.report.screen import show
+
+    settings = SweepSettings(score_positions, seed, size, int(memory * 2**30))
+    settings.check()
+    given = [parse(text, combine) for text in schedule or []]  # type: ignore[arg-type]
+    say(f"Loading {checkpoint}")
+    model, corpus, anatomy = prepare(
+        checkpoint,
+        data,
+        tokens=tokens,
+        seq_len=seq_len,
+        seed=seed,
+        bos=bos,  # type: ignore[arg-type]
+        text_field=text_field,
+        dtype=dtype,
+        device=device,
+        revision=revision,
+        tokenizer=tokenizer,
+        trust_remote_code=trust_remote_code,
+    )
+    chosen = given or default_schedules(
+        len(anatomy.stream),
+        tuple(kind.strip() for kind in kinds.split(",")),
+        unit=unit,
+        span=span,
+        combine=combine,  # type: ignore[arg-type]
+        controls=controls,
+        seed=seed,
+    )
+    target = out or Path("reports") / model.name
+    check_writable(target)
+    report = _report(model, corpus, anatomy, target, seed)
+    total, cost = sweep_cost(anatomy, corpus, chosen)
+    say(f"Ablations: {cost}")
+    kept = target / ".chunks"
+    if not resume:
+        shutil.rmtree(kept, ignore_errors=True)
+    with Bar("Ablating", total, "block evaluations") as progress:
+        found = run_ablations(anatomy, corpus, chosen, settings, progress, kept, report.layers, report.pairs)
+    run = {**report.run, "ablation_command": command_line()}
+    path = replace(report, ablations=found.table, merging=found.merging, run=run).save(target, figures)  # type: ignore[arg-type]
+    shutil.rmtree(kept, ignore_errors=True)
+    show(replace(report, ablations=found.table, merging=found.merging), saved=path)
+
+
+def _report(model: Checkpoint, corpus: Corpus, anatomy: Anatomy, target: Path, seed: int) -> Report:
+    """The report of this model in `target`, made now where there is none.
+
+    Raises:
+        OutputError: the report there is of another model.
+    """
+    from depthprobe.analysis import build_report
+    from depthprobe.measure import Settings, measure
+    from depthprobe.progress import Bar, say
+    from depthprobe.report import Report
+
+    if (target / "report.json").exists():
+        report = Report.load(target)
+        mine = {"name": model.name, "architecture": model.architecture, "parameters": model.parameters}
+        mine["dtype"] = str(model.dtype).removeprefix("torch.")
+        odd = [name for name, value in mine.items() if report.model.get(name) != value]
+        if odd:
+            raise OutputError(
+                f"{target} holds a report of a model with another {', '.join(odd)}", fix="choose another --out"
+            )
+        return report
+    settings = Settings(seed=seed)
+    say(f"No report in {target} yet: measuring first. {settings.cost(anatomy, corpus)}")
+    with Bar("Measuring", corpus.sequences) as progress:
+        measured = measure(anatomy, corpus, settings, progress)
+    options = {"tokens": corpus.inputs.shape[0] * corpus.tokens} | vars(settings)
+    return build_report(model, corpus, anatomy, measured, settings, options, command_line())

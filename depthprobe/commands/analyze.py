@@ -1,0 +1,122 @@
+"""`depthprobe analyze`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from depthprobe.commands.options import (
+    BatchSize,
+    Bos,
+    Data,
+    Debug,
+    Device,
+    Dtype,
+    Figures,
+    Out,
+    Revision,
+    Seed,
+    SeqLen,
+    SkipFirst,
+    Spec,
+    TextField,
+    Tokenizer,
+    Tokens,
+    Trust,
+    batch_number,
+    check_figures,
+    command_line,
+)
+
+
+def analyze(
+    checkpoint: Spec,
+    out: Out = None,
+    figures: Figures = "png",
+    data: Data = None,
+    tokens: Tokens = 8192,
+    seq_len: SeqLen = None,
+    bos: Bos = "auto",
+    text_field: TextField = "text",
+    skip_first: SkipFirst = 1,
+    interaction: Annotated[
+        bool,
+        typer.Option(help="Run each block without its predecessor's update too: two further forward passes."),
+    ] = True,
+    lens_positions: Annotated[
+        int, typer.Option(help="Positions that the logit lens reads out after every block; 0 for no lens.")
+    ] = 1024,
+    ablations: Annotated[
+        bool, typer.Option(help="Skip each block, merge and swap each two neighbours, and measure what it costs.")
+    ] = True,
+    ablation_tokens: Annotated[
+        int, typer.Option(help="How many of the tokens to run these on; a quarter of their positions is scored.")
+    ] = 2048,
+    batch_size: BatchSize = "auto",
+    seed: Seed = 0,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    revision: Revision = None,
+    tokenizer: Tokenizer = None,
+    trust_remote_code: Trust = False,
+    debug: Debug = False,
+) -> None:
+    """Measure a checkpoint and write a report.
+
+    The residual stream is found in the model and verified first. Then one pass over the text measures how the stream
+    grows, how large and how aligned each update is, how alike neighbouring states are, whether a block needs its
+    predecessor's update, and what the logit lens reads after every block. Last, on fewer tokens, each block is
+    skipped, and each two neighbours are merged and swapped.
+
+    Example: `depthprobe analyze gpt2 --tokens 16384 --out reports/gpt2`
+    """
+    from depthprobe.report.files import check_writable
+
+    check_figures(figures)
+    size = batch_number(batch_size)
+    if out is not None:
+        check_writable(out)
+
+    from depthprobe.ablation import default_schedules, default_sweep, select_sequences, sweep_cost
+    from depthprobe.analysis import build_report
+    from depthprobe.measure import Settings, measure
+    from depthprobe.prepare import prepare
+    from depthprobe.progress import Bar, say
+    from depthprobe.report.screen import show
+
+    settings = Settings(skip_first, size, seed, interaction, lens_positions)
+    settings.check()
+    say(f"Loading {checkpoint}")
+    model, corpus, anatomy = prepare(
+        checkpoint,
+        data,
+        tokens=tokens,
+        seq_len=seq_len,
+        seed=seed,
+        bos=bos,  # type: ignore[arg-type]
+        text_field=text_field,
+        dtype=dtype,
+        device=device,
+        revision=revision,
+        tokenizer=tokenizer,
+        trust_remote_code=trust_remote_code,
+    )
+    target = out or Path("reports") / model.name
+    check_writable(target)
+    say(f"Verified {len(anatomy.stream)} blocks of {anatomy.stream.blocks.path}. {settings.cost(anatomy, corpus)}")
+    with Bar("Measuring", corpus.sequences) as progress:
+        measured = measure(anatomy, corpus, settings, progress)
+    options = {"tokens": tokens, "seq_len": seq_len, "bos": bos, "text_field": text_field} | vars(settings)
+    report = build_report(model, corpus, anatomy, measured, settings, options, command_line())
+    if ablations:
+        part = select_sequences(corpus, ablation_tokens)
+        total, cost = sweep_cost(anatomy, part, default_schedules(len(anatomy.stream), controls=False))
+        say(f"Ablations: {cost}")
+        with Bar("Ablating", total, "block evaluations") as progress:
+            swept = default_sweep(anatomy, part, seed, report.layers, report.pairs, progress)
+        report = replace(report, ablations=swept.table, merging=swept.merging)
+    path = report.save(target, figures)  # type: ignore[arg-type]
+    show(report, saved=path)

@@ -1,0 +1,117 @@
+"""The options that several commands share. A field's help is its documentation."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from depthprobe.errors import UsageError
+
+MODEL_PANEL = "The model"
+TEXT_PANEL = "The text"
+OUT_PANEL = "Output"
+
+Spec = Annotated[
+    str,
+    typer.Argument(
+        metavar="CHECKPOINT",
+        show_default=False,
+        help="A hub id or id@revision, a directory in transformers' format, a .gguf file, or nanoGPT's ckpt.pt.",
+    ),
+]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        help="A text file or - for standard input, .jsonl, token ids as .npy [sequences, tokens], nanoGPT's .bin, a "
+        "folder saved by datasets, or hf:NAME[:SPLIT]. By default the English of Python's own manual.",
+        show_default=False,
+        rich_help_panel=TEXT_PANEL,
+    ),
+]
+Tokens = Annotated[int, typer.Option(help="How many tokens to measure on.", rich_help_panel=TEXT_PANEL)]
+SeqLen = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens of a sequence: 256, or the model's positions if it has fewer.",
+        show_default=False,
+        rich_help_panel=TEXT_PANEL,
+    ),
+]
+Bos = Annotated[
+    str,
+    typer.Option(
+        help="Begin each sequence with BOS: auto (where the tokenizer does), always, never.", rich_help_panel=TEXT_PANEL
+    ),
+]
+TextField = Annotated[
+    str, typer.Option(help="The field of .jsonl or a dataset that holds the text.", rich_help_panel=TEXT_PANEL)
+]
+Seed = Annotated[int, typer.Option(help="Of every random draw and of the bootstrap.")]
+Dtype = Annotated[
+    str,
+    typer.Option(help="float32, bfloat16, float16; auto keeps the checkpoint's.", rich_help_panel=MODEL_PANEL),
+]
+Device = Annotated[str, typer.Option(help="cpu, cuda, mps; auto takes the best there is.", rich_help_panel=MODEL_PANEL)]
+Revision = Annotated[
+    str | None, typer.Option(help="Branch, tag or commit of a hub checkpoint.", rich_help_panel=MODEL_PANEL)
+]
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code", help="Run Python code that comes with the checkpoint.", rich_help_panel=MODEL_PANEL
+    ),
+]
+Tokenizer = Annotated[
+    str | None,
+    typer.Option(help="Where to find a tokenizer, instead of beside the checkpoint.", rich_help_panel=MODEL_PANEL),
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder for the report; reports/<model> by default.", rich_help_panel=OUT_PANEL, show_default=False
+    ),
+]
+Figures = Annotated[str, typer.Option(help="Format of the figure files: png or svg.", rich_help_panel=OUT_PANEL)]
+BatchSize = Annotated[str, typer.Option(help="Sequences at once, or auto. Results do not depend on it.")]
+SkipFirst = Annotated[
+    int,
+    typer.Option(
+        help="Leading positions that the stream's metrics leave out: position 0 is an attention sink, whose norm can "
+        "be 100 times the others'."
+    ),
+]
+
+
+def batch_number(text: str) -> int | None:
+    """None for `auto`.
+
+    Raises:
+        UsageError: neither auto nor a positive number.
+    """
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"--batch-size {text}", "a positive number, or auto")
+    return int(text)
+
+
+def check_figures(figures: str) -> None:
+    """Refuse a format before anything is loaded.
+
+    Raises:
+        UsageError: neither png nor svg.
+    """
+    if figures not in ("png", "svg"):
+        raise UsageError(f"--figures {figures}", "png or svg")
+
+
+def command_line() -> str:
+    """What the user typed, quoted so that it can be typed again."""
+    return shlex.join(["depthprobe", *sys.argv[1:]])
