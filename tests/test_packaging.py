@@ -31,12 +31,14 @@ LAYERS = (
     {"anatomy"},
     {"branches"},
     {"verify"},
-    {"probes"},
-    {"measure"},
+    {"probes", "prepare"},
+    {"measure", "ablations"},
     {"summary"},
     {"report", "progress"},
     {"analysis"},
+    {"ablation"},
     {"depthprobe"},
+    {"commands"},
     {"cli"},
     {"__main__"},
 )
@@ -202,7 +204,7 @@ def test_no_file_names_a_machine_or_a_registry_host() -> None:
 
 def test_imports_run_one_way() -> None:
     rank = {name: position for position, names in enumerate(LAYERS) for name in names}
-    assert {layer(module) for module in MODULES} == rank.keys()
+    assert {layer(module) for module in MODULES} - rank.keys() == set(), "give these a place in LAYERS"
     for module, tree in MODULES.items():
         own = layer(module)
         others = {layer(name) for name in imported(list(ast.walk(tree)))} - {own}
