@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import depthprobe
 from depthprobe import Checkpoint, Report
-from depthprobe.analysis import prepare
 from depthprobe.measure import Settings, measure
+from depthprobe.prepare import prepare
 from depthprobe.probes.similarity import KeptStates
 
 KEYS = {"layers": ["metric", "unit", "layer"], "pairs": ["metric", "i", "j"]}
