@@ -93,6 +93,20 @@ class TestEveryFamily:
         assert all(check.passed for check in anatomy.checks)
         assert distance(own_output(model, inputs), goal) == 0  # and the model is as it was
 
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("name", STRUCTURES)
+    def test_half_precision_hides_nothing(self, name: str, dtype: torch.dtype) -> None:
+        family, anatomy = FAMILIES[name], opened(build(name).to(dtype))
+        for block in anatomy.blocks:
+            placements = [(b.unit, b.placement, b.parallel) for b in block.branches]
+            assert placements == [
+                ("attention", family.attention, family.parallel),
+                ("mlp", family.mlp, family.parallel),
+            ]
+            assert [b.scale for b in block.branches] == pytest.approx([family.scale] * 2, rel=0.01)
+        assert {check.floor for check in anatomy.checks} == {1e-2}
+        assert all(check.passed for check in anatomy.checks)
+
     @pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "modernbert", "esm", "gpt2", "llama"])
     def test_without_a_head_the_last_state_is_verified(self, name: str) -> None:
         model = build(name, headless=True)
@@ -459,7 +473,6 @@ class TestRealModels:
         assert distance(block_by_block(anatomy, inputs), own_output(checkpoint.model, inputs)) <= 5e-4
 
 
-@pytest.mark.skipif(not EMBEDDED.exists(), reason="the embedded checkpoint is not there yet")
 def test_the_embedded_gpt2() -> None:
     checkpoint = depthprobe.load(EMBEDDED, device="cpu")
     inputs = ids(3, 40, vocab=checkpoint.vocab_size or 0)

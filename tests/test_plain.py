@@ -262,7 +262,6 @@ def residual(report: Report, metric: str = "residual_norm") -> np.ndarray:
 
 
 class TestEmbedded:
-    @pytest.mark.skipif(not EMBEDDED.exists(), reason="the embedded checkpoint is not there yet")
     def test_every_row(self) -> None:
         checkpoint = depthprobe.load(EMBEDDED, device="cpu")
         inputs = encoded(checkpoint, 2, 48)
