@@ -309,7 +309,10 @@ class _Seen:
             error = float(exact.norm() / size)
             updates = min(float(weights[k].abs() * scale[k] / size) for k in range(1, len(term)))
             # An update no larger than the error explains nothing; a skip of weight 0 is no skip.
-            if error <= min(self.tolerance, 0.05 * updates) and abs(float(weights[0])) > 1e-3:
+            if (
+                error <= min(self.tolerance, (0.05 if self.tolerance < 1e-3 else 0.2) * updates)
+                and abs(float(weights[0])) > 1e-3
+            ):
                 good.append((error, term, tuple(_snap(float(w), self.tolerance) for w in weights)))
         return sorted(good, key=lambda fit: fit[0])
 
