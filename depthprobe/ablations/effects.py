@@ -56,10 +56,13 @@ class Reference:
         stream: the model.
         last: the unmodified x_L, `[batch, tokens, width]`.
         scored: which positions.
+        unigram: log-probabilities of a unigram model, `[vocabulary]`, for `unigram_kl`.
         chunk: positions read out at once.
     """
 
-    def __init__(self, stream: Stream, last: Tensor, scored: Scored, chunk: int = 256) -> None:
+    def __init__(
+        self, stream: Stream, last: Tensor, scored: Scored, unigram: Tensor | None = None, chunk: int = 256
+    ) -> None:
         self.stream, self.scored = stream, scored
         self.rows = max(1, chunk // scored.positions.shape[1])
         self.logits: list[Tensor] = []
@@ -67,6 +70,7 @@ class Reference:
         self.best: list[Tensor] = []
         self.lse: list[Tensor] = []
         self.loss: list[Tensor] = []
+        self.to_unigram: list[Tensor] = []
         for part in self._parts():
             logits = self._readout(last, part)
             lse = logits.logsumexp(dim=-1)
@@ -76,10 +80,17 @@ class Reference:
             self.lse.append(lse)
             self.best.append(logits.argmax(dim=-1))
             self.loss.append(lse - _at(logits, scored.targets[part]))
+            if unigram is not None:
+                entropy = lse - (chance * logits).sum(dim=-1)
+                self.to_unigram.append(-entropy - chance @ unigram)
 
     def base_loss(self) -> NDArray[np.float64]:
         """Mean cross-entropy of the unmodified model, `[batch]`, nats."""
         return _means(torch.cat(self.loss))
+
+    def unigram_kl(self) -> NDArray[np.float64] | None:
+        """KL(unmodified ‖ unigram), `[batch]`, nats; None where no unigram was given."""
+        return _means(torch.cat(self.to_unigram)) if self.to_unigram else None
 
     def compare(self, last: Tensor) -> dict[str, NDArray[np.float64]]:
         """The effects of a changed x_L `[batch, tokens, width]`, each a mean over scored positions, `[batch]`."""

@@ -78,6 +78,7 @@ class Swept:
         schedules: what was run.
         effects: metric → `[sequences, schedules]`, each a mean over the scored positions of a sequence.
         base_loss: the unmodified model's loss, `[sequences]`, nats; None without a head.
+        unigram_kl: KL(unmodified ‖ unigram), `[sequences]`, nats; None where no unigram was given.
         evaluations: unit evaluations that were made.
         plain_evaluations: what one forward pass a schedule would have made.
         seconds: wall-clock time, of this process.
@@ -86,6 +87,7 @@ class Swept:
     schedules: list[Schedule]
     effects: dict[str, NDArray[np.float64]]
     base_loss: NDArray[np.float64] | None
+    unigram_kl: NDArray[np.float64] | None
     evaluations: int
     plain_evaluations: int
     seconds: float
@@ -99,6 +101,7 @@ def sweep(
     settings: SweepSettings | None = None,
     progress: Progress | None = None,
     resume: Path | None = None,
+    unigram: Tensor | None = None,
 ) -> Swept:
     """Run every schedule on every sequence, sharing what can be shared.
 
@@ -108,6 +111,7 @@ def sweep(
         schedules: what to run.
         settings: how.
         progress: called with (unit evaluations done, in all); those of finished chunks that were kept count as done.
+        unigram: log-probabilities `[vocabulary]` of a unigram model to state KL(unmodified ‖ unigram) of.
         resume: folder that keeps finished chunks; a run that finds its own chunks there goes on after them.
 
     Raises:
@@ -141,16 +145,23 @@ def sweep(
         if part is None:
             inputs = corpus.inputs[start:stop]
             inputs = inputs.to(device, stream.checkpoint.dtype if corpus.is_states else inputs.dtype)
-            part = _chunk(units, trie, schedules, inputs, np.arange(start, stop), settings)
+            part = _chunk(units, trie, schedules, inputs, np.arange(start, stop), settings, unigram)
             if store is not None:
                 store.save(start, part)
         else:
             kept += 1
         parts.append(part)
     whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    base = whole.pop("base_loss", None)
+    base, to_unigram = whole.pop("base_loss", None), whole.pop("unigram_kl", None)
     return Swept(
-        schedules, whole, base, shared * chunks, plain * chunks, time.perf_counter() - started, _notes(anatomy)
+        schedules,
+        whole,
+        base,
+        to_unigram,
+        shared * chunks,
+        plain * chunks,
+        time.perf_counter() - started,
+        _notes(anatomy),
     )
 
 
@@ -161,6 +172,7 @@ def _chunk(
     inputs: Tensor,
     sequences: NDArray[np.int64],
     settings: SweepSettings,
+    unigram: Tensor | None,
 ) -> dict[str, NDArray[np.float64]]:
     stream = units.stream
 
@@ -168,7 +180,7 @@ def _chunk(
         if units.anatomy.objective != "causal" or not units.anatomy.reads_positions_apart:
             return None
         scored = Scored.next_token(inputs, sequences, settings.score_positions, settings.seed)
-        return Reference(stream, last, scored)
+        return Reference(stream, last, scored, unigram)
 
     def direction(layer: int, like: Tensor) -> Tensor:
         drawn = [key_rng(settings.seed, int(s), (1 << 22) + layer).standard_normal(like.shape[1:]) for s in sequences]
@@ -176,13 +188,17 @@ def _chunk(
         return vector / torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
 
     with torch.no_grad():
-        effects, base = run_batch(units, stream.enter(inputs), trie, reference, direction)
+        effects, score = run_batch(units, stream.enter(inputs), trie, reference, direction)
     part = {name: np.stack([effects[i][name] for i in range(len(schedules))], axis=1) for name in effects[0]}
     for name, values in part.items():
         if not np.isfinite(values).all():
             schedule = schedules[int(np.argwhere(~np.isfinite(values))[0, 1])]
             raise NonFiniteError(f"{name} of the schedule {schedule} is not finite", "finite effects", "try float32")
-    return part if base is None else part | {"base_loss": base}
+    if score is None:
+        return part
+    part["base_loss"] = score.base_loss()
+    to_unigram = score.unigram_kl()
+    return part if to_unigram is None else part | {"unigram_kl": to_unigram}
 
 
 def _notes(anatomy: Anatomy) -> list[str]:

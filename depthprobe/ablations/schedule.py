@@ -129,10 +129,8 @@ class Schedule:
         """The schedule itself, if it fits a model of so many blocks.
 
         Raises:
-            UsageError: no stage at all, a layer out of range, or a combination that the stages do not allow.
+            UsageError: a layer out of range, or a combination that the stages do not allow.
         """
-        if not self.stages:
-            raise UsageError("the schedule is empty", f"stages of the blocks 0 to {blocks - 1}, such as 0-{blocks - 1}")
         for unit in (unit for stage in self.stages for unit in stage):
             if unit.layer >= blocks:
                 raise UsageError(f"the schedule names block {unit.layer}", f"0 to {blocks - 1}")
@@ -168,6 +166,8 @@ def parse(text: str, combine: Combine = "sum") -> Schedule:
         if match.lastgroup != "space":
             tokens.append((str(match.lastgroup), match.group(), place))
         place = match.end()
+    if not tokens:
+        raise UsageError("the schedule is empty", "stages such as 0-3 (4+5) 6-11")
     return Schedule(tuple(_Parser(text, tokens).stages()), combine)
 
 

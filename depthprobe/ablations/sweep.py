@@ -62,7 +62,7 @@ def run_batch(
     trie: Trie,
     reference: Callable[[Tensor], Reference | None],
     direction: Callable[[int, Tensor], Tensor],
-) -> tuple[dict[int, Effects], NDArray[np.float64] | None]:
+) -> tuple[dict[int, Effects], Reference | None]:
     """The effects of every schedule in the trie on one batch.
 
     The unmodified run comes first: its states are kept, `[L + 1]` of them, and every schedule branches off from them.
@@ -76,7 +76,7 @@ def run_batch(
         direction: a random unit vector a token for a layer, shaped like the state that it is given.
 
     Returns:
-        Schedule index → metric → `[batch]`, and the unmodified loss `[batch]`, None without a head.
+        Schedule index → metric → `[batch]`, and the unmodified predictions, None without a head.
     """
     spine = [entry.x]
     for layer in range(len(units.stream)):
@@ -117,7 +117,7 @@ def run_batch(
             walk(child, z, on_spine + 1 if follows and on_spine is not None else None)
 
     walk(trie, entry.x, 0)
-    return effects, None if score is None else score.base_loss()
+    return effects, score
 
 
 def planned_evaluations(schedules: list[Schedule], blocks: int) -> tuple[int, int]:

@@ -1,0 +1,269 @@
+"""How few stages does a model need? Merge neighbours or drop blocks, cheapest first, and see what each count costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from depthprobe.ablations.run import SweepSettings, Swept, sweep
+from depthprobe.ablations.schedule import Combine, Schedule, Unit
+from depthprobe.corpus import Corpus
+from depthprobe.errors import UsageError
+from depthprobe.estimate import Interval, Resampler
+from depthprobe.verify import Anatomy
+
+__all__ = ["KAPPAS", "Point", "Staging", "find_stages", "stages_at"]
+
+KAPPAS = (0.01, 0.03, 0.1)
+EXHAUSTIVE = 12  # blocks up to which every contiguous partition is tried
+CANDIDATES = 8  # changes that a greedy step tries again, cheapest at the last count first
+Groups = tuple[tuple[int, ...], ...]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Point:
+    """The best schedule found with so many stages, and what it costs on the half that did not choose it.
+
+    Attributes:
+        stages: sequential steps.
+        schedule: the notation; empty for no stage at all.
+        relative_kl: KL(unchanged ‖ changed) / KL(unchanged ‖ unigram).
+        kl, delta_loss: nats per token.
+        top1_agreement: share of positions.
+    """
+
+    stages: int
+    schedule: str
+    relative_kl: Interval
+    kl: Interval
+    delta_loss: Interval
+    top1_agreement: Interval
+
+
+@dataclass(frozen=True)
+class Staging:
+    """The curve of stages against cost.
+
+    Attributes:
+        units: N, the number of blocks.
+        points: from N stages down.
+        combine: how stages of several blocks are combined.
+        searched: how the schedules were chosen, in words.
+        unigram_kl: KL(unchanged ‖ the corpus's unigram), nats per token: what relative KL is relative to.
+        depth: κ → D(κ), the fewest stages with relative KL ≤ κ, interpolated between counts.
+        evaluations: block evaluations of the whole search.
+    """
+
+    units: int
+    points: tuple[Point, ...]
+    combine: Combine
+    searched: str
+    unigram_kl: float
+    depth: dict[float, Interval]
+    evaluations: int
+
+
+def find_stages(
+    anatomy: Anatomy,
+    corpus: Corpus,
+    *,
+    combine: Combine = "sum",
+    limit: int = 1,
+    settings: SweepSettings | None = None,
+    progress: Progress | None = None,
+) -> Staging:
+    """Merge and drop down to `limit` stages; choose on one half of the sequences, score on the other.
+
+    Up to 12 blocks, every partition into contiguous stages is tried as well. The greedy search starts from the whole
+    model; each step merges two neighbouring stages or drops a block, whichever costs least. Its first step tries all
+    changes, a later one those that were cheapest when last tried.
+
+    Args:
+        anatomy: a verified model with a next-token head.
+        corpus: at least two sequences.
+        combine: `sum`, or `mean`.
+        limit: fewest stages.
+        settings: how sweeps are run.
+        progress: called with (stages done with, stages in all).
+
+    Raises:
+        UsageError: no head to measure KL with, fewer than two sequences, a limit out of range.
+    """
+    blocks = len(anatomy.stream)
+    if anatomy.objective != "causal" or not anatomy.reads_positions_apart:
+        raise UsageError("stages are counted by KL, and this model has no next-token head", "a causal language model")
+    if corpus.sequences < 2:
+        raise UsageError("one half of the sequences chooses and the other scores; there is one", "at least 2 sequences")
+    if not 0 <= limit <= blocks:
+        raise UsageError(f"--limit {limit}", f"0 to {blocks}")
+    settings = settings or SweepSettings()
+    choose, score = _half(corpus, 0), _half(corpus, 1)
+    search = _Search(anatomy, choose, combine, settings)
+    whole: Groups = tuple((i,) for i in range(blocks))
+    best = {blocks: (0.0, whole)}
+    for count, cost, groups in search.greedy(whole, limit):
+        if count not in best or cost < best[count][0]:
+            best[count] = (cost, groups)
+        if progress is not None:
+            progress(blocks - count, blocks - limit + 1)
+    searched = "greedy: merge two neighbouring stages or drop a block, whichever costs least"
+    if blocks <= EXHAUSTIVE:
+        searched += ", and every partition into contiguous stages"
+        every = [g for g in _partitions(blocks) if limit <= len(g) < blocks]
+        for groups, cost in zip(every, search.costs(every), strict=True):
+            if len(groups) not in best or cost < best[len(groups)][0]:
+                best[len(groups)] = (cost, groups)
+    best[0] = (np.inf, ())  # no block at all: where the curve ends
+    chosen = [best[count][1] for count in sorted(best, reverse=True)]
+    unigram = _unigram(anatomy, corpus)
+    swept = sweep(anatomy, score, [_schedule(groups, combine) for groups in chosen], settings, unigram=unigram)
+    if progress is not None:
+        progress(blocks - limit + 1, blocks - limit + 1)
+    return _summary(anatomy, score, chosen, combine, searched, swept, search.evaluations, settings.seed)
+
+
+def stages_at(kappa: float, counts: NDArray[np.float64], relative: NDArray[np.float64]) -> NDArray[np.float64]:
+    """D(κ) of each row: the fewest stages with a relative KL of at most κ, interpolated linearly between counts.
+
+    Args:
+        kappa: share of the unigram's KL.
+        counts: stage counts in rising order, `[M]`.
+        relative: relative KL at each, `[R, M]`; made non-increasing, since fewer stages that cost less serve as well.
+    """
+    fewest = np.minimum.accumulate(relative, axis=1)
+    found = np.empty(len(relative))
+    for row, values in enumerate(fewest):
+        place = int(np.argmax(values <= kappa)) if bool((values <= kappa).any()) else len(values) - 1
+        found[row] = counts[place]
+        if place > 0 and values[place - 1] > kappa >= values[place]:
+            part = (values[place - 1] - kappa) / (values[place - 1] - values[place])
+            found[row] = counts[place - 1] + part * (counts[place] - counts[place - 1])
+    return found
+
+
+class _Search:
+    """Costs of groupings on the half that chooses."""
+
+    def __init__(self, anatomy: Anatomy, corpus: Corpus, combine: Combine, settings: SweepSettings) -> None:
+        self.anatomy, self.corpus, self.combine, self.settings = anatomy, corpus, combine, settings
+        self.evaluations = 0
+
+    def costs(self, candidates: list[Groups]) -> list[float]:
+        """Mean KL of each."""
+        if not candidates:
+            return []
+        swept = sweep(self.anatomy, self.corpus, [_schedule(g, self.combine) for g in candidates], self.settings)
+        self.evaluations += swept.evaluations
+        return [float(value) for value in swept.effects["kl"].mean(axis=0)]
+
+    def greedy(self, groups: Groups, limit: int) -> Iterator[tuple[int, float, Groups]]:
+        """The cheapest way down found so far: (stages, cost, groups) after every step."""
+        last: dict[tuple[str, tuple[int, ...]], float] = {}
+        while len(groups) > limit:
+            changes = _changes(groups)
+            # A change's price moves little from step to step; one that was dear stays out of the next trial.
+            known = sorted((key for key in changes if key in last), key=last.__getitem__)
+            tried = [key for key in changes if key not in last] + known[:CANDIDATES]
+            costs = self.costs([changes[key] for key in tried])
+            last = {key: value for key, value in last.items() if key in changes}
+            last.update(zip(tried, costs, strict=True))
+            price, key = min(zip(costs, tried, strict=True))
+            groups = changes[key]
+            yield len(groups), price, groups
+
+
+def _changes(groups: Groups) -> dict[tuple[str, tuple[int, ...]], Groups]:
+    """Every way to have one stage less (or, dropping from a merged stage, one block less), by what it does."""
+    found: dict[tuple[str, tuple[int, ...]], Groups] = {}
+    for place, stage in enumerate(groups):
+        if place + 1 < len(groups):
+            joined = stage + groups[place + 1]
+            found["merge", joined] = (*groups[:place], joined, *groups[place + 2 :])
+        if len(stage) == 1:
+            found["drop", stage] = (*groups[:place], *groups[place + 1 :])
+        else:
+            # A block of a merged stage goes together with the join of its neighbours, or the count would not fall.
+            for block in stage:
+                rest = tuple(b for b in stage if b != block)
+                if place + 1 < len(groups):
+                    joined = rest + groups[place + 1]
+                    found["drop and merge", (block, *joined)] = (*groups[:place], joined, *groups[place + 2 :])
+    return found
+
+
+def _partitions(blocks: int) -> Iterator[Groups]:
+    """Every split of the blocks into contiguous stages."""
+    for cuts in range(1 << (blocks - 1)):
+        groups: list[list[int]] = [[0]]
+        for block in range(1, blocks):
+            if cuts >> (block - 1) & 1:
+                groups.append([block])
+            else:
+                groups[-1].append(block)
+        yield tuple(map(tuple, groups))
+
+
+def _schedule(groups: Groups, combine: Combine) -> Schedule:
+    changed = tuple(block for stage in groups if len(stage) > 1 for block in stage)
+    return Schedule(tuple(tuple(Unit(b) for b in stage) for stage in groups), combine, "merge", changed)
+
+
+def _unigram(anatomy: Anatomy, corpus: Corpus) -> Tensor:
+    """Log-probabilities of the corpus's own unigram, each id of the head's vocabulary counted once more than it is."""
+    stream = anatomy.stream
+    with torch.no_grad():
+        sample = corpus.inputs[:1, :2].to(stream.checkpoint.device)
+        vocabulary = stream.forward(sample).shape[-1]
+    counts = torch.bincount(corpus.inputs.flatten(), minlength=vocabulary).double() + 1
+    return (counts / counts.sum()).log().float().to(stream.checkpoint.device)
+
+
+def _half(corpus: Corpus, which: int) -> Corpus:
+    """Every second sequence."""
+    documents = None if corpus.documents is None else corpus.documents[which::2]
+    return replace(corpus, inputs=corpus.inputs[which::2], documents=documents)
+
+
+def _summary(
+    anatomy: Anatomy,
+    corpus: Corpus,
+    chosen: list[Groups],
+    combine: Combine,
+    searched: str,
+    swept: Swept,
+    evaluations: int,
+    seed: int,
+) -> Staging:
+    assert swept.unigram_kl is not None
+    resampler = Resampler(corpus.sequences, corpus.documents, seed)
+    unigram = swept.unigram_kl[:, None]
+    names = ("kl", "delta_loss", "top1_agreement")
+    points = []
+    for place, groups in enumerate(chosen):
+        both = np.hstack([swept.effects["kl"][:, [place]], unigram])
+        relative = resampler.function(both, lambda m: m[:, 0] / m[:, 1])
+        rest = [_interval(resampler, swept.effects[name][:, place]) for name in names]
+        points.append(Point(len(groups), str(_schedule(groups, combine)), relative, *rest))
+    rising = np.argsort([point.stages for point in points])
+    counts = np.array([points[i].stages for i in rising], dtype=np.float64)
+    columns = np.hstack([swept.effects["kl"][:, rising], unigram])
+    depth = {}
+    for kappa in KAPPAS:
+        depth[kappa] = resampler.function(
+            columns,
+            lambda m, kappa=kappa: stages_at(kappa, counts, m[:, :-1] / m[:, -1:]),  # type: ignore[misc]
+        )
+    total = evaluations + swept.evaluations
+    blocks = len(anatomy.stream)
+    return Staging(blocks, tuple(points), combine, searched, float(unigram.mean()), depth, total)
+
+
+def _interval(resampler: Resampler, values: NDArray[np.float64]) -> Interval:
+    value, low, high = (float(v[0]) for v in resampler.intervals(values[:, None]))
+    return Interval(value, low, high)
