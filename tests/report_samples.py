@@ -6,7 +6,7 @@ from dataclasses import replace
 import pandas as pd
 
 from depthprobe.report import Report
-from depthprobe.report.schema import LAYER_COLUMNS, PAIR_COLUMNS
+from depthprobe.report.schema import ABLATION_COLUMNS, LAYER_COLUMNS, PAIR_COLUMNS
 
 HOSTILE = "<script>alert(1)</script> \"quoted\" 'n' &amp; {{ 7 * 7 }} \u202e层 \udc80 " + "very-long-name-" * 20
 
@@ -166,6 +166,106 @@ def bare():
     )
 
 
+def interval(value, spread, known=True):
+    return {
+        "value": value,
+        "ci_low": value - spread if known else None,
+        "ci_high": value + spread if known else None,
+    }
+
+
+def ablated(report=None, controls=True, head=True, sequences=8, more=False):
+    """A report with a sweep: a skip costs 0.08 nats and more at the ends, a merge 0.6 of it early, 0.3 of it late."""
+    report = report or sample()
+    blocks, rows, known = report.model["blocks"], [], sequences > 1
+    post = report.anatomy["summary"] == "post"
+
+    def add(schedule, kind, layers, kl, combine="", unit="block"):
+        costs = {"state_distance": kl / 4}
+        if head:
+            costs |= {"kl": kl, "delta_loss": 0.9 * kl - 0.01, "top1_agreement": math.exp(-kl)}
+        for metric, value in costs.items():
+            spread = 0.1 * abs(value) + 1e-4
+            ends = (value - spread, value + spread) if known else (math.nan, math.nan)
+            rows.append((schedule, kind, unit, ",".join(map(str, layers)), combine, metric, value, *ends, sequences))
+
+    def run(start, stop):
+        return {0: [], 1: [str(start)]}.get(max(0, stop - start), [f"{start}-{stop - 1}"])
+
+    def notation(start, middle, stop):
+        return " ".join([*run(0, start), *middle, *run(stop, blocks)])
+
+    def skip_cost(l):
+        return 0.08 + 2 * math.exp(-2 * l) + 1.5 * math.exp(-2 * (blocks - 1 - l))
+
+    def ratio(l):
+        return 0.6 - 0.3 * l / max(1, blocks - 2)
+
+    pairs = range(blocks - 1)
+    for l in range(blocks):
+        add(notation(l, [], l + 1), "skip", [l], skip_cost(l))
+    for l in pairs:
+        pair = notation(l, [f"({l}+{l + 1})"], l + 2)
+        add(pair, "merge", [l, l + 1], ratio(l) * skip_cost(l), "sum")
+        add(notation(l, [str(l + 1), str(l)], l + 2), "swap", [l, l + 1], 0.8 * skip_cost(l))
+        if post:
+            add(pair, "merge", [l, l + 1], 0.7 * ratio(l) * skip_cost(l), "branch-sum")
+            first = notation(l, [f"({l}a+{l + 1}a)", f"({l}m+{l + 1}m)"], l + 2)
+            add(first, "merge", [l, l + 1], 0.5 * ratio(l) * skip_cost(l), "sum", "sublayer")
+        if controls:
+            add(notation(l, [], l + 2), "skip", [l, l + 1], 2.2 * skip_cost(l))
+            add(f"random vector after {l},{l + 1}", "control", [l, l + 1], 0.5 * ratio(l) * skip_cost(l))
+            if l < blocks - 2:
+                apart = notation(l, [f"({l}+{l + 2})", str(l + 1)], l + 3)
+                add(apart, "control", [l, l + 2], 1.3 * skip_cost(l), "sum")
+        if more:
+            add(notation(l, [str(l), str(l), str(l + 1)], l + 2), "repeat", [l], 0.4 * skip_cost(l))
+            add(notation(l, [f"{l}m"], l + 1), "skip", [l], 0.5 * skip_cost(l), "", "attention")
+            add(notation(l, [f"({l}a+{l}m)"], l + 1), "custom", [l], 0.2 * skip_cost(l), "sum", "sublayer")
+    rho = [{"layer": l, **interval(ratio(l), 0.05, known)} for l in pairs]
+    cost = "kl" if head else "state_distance"
+    merging = {
+        "rho": {
+            "cost": cost, "layers": rho, "median": interval(ratio(len(pairs) // 2), 0.03, known),
+            "slope": interval(-0.7, 0.2, known),
+        } if len(rho) > 1 else None,
+        "proxies": [
+            {"proxy": name, "cost": f"{cost} of {kind}", "blocks": blocks, **interval(value, 0.08, known)}
+            for name, kind, value in (
+                ("block_influence", "skip", 0.61), ("update_ratio", "skip", -0.2), ("angular_distance", "skip", 0.58),
+                ("interaction_error", "merge", 0.42),
+            )
+        ],
+        "base_loss": interval(2.861, 0.1, known) if head else None,
+        "sequences": sequences, "tokens": 256, "score_positions": 0.25, "evaluations": 40 * blocks,
+        "plain_evaluations": 90 * blocks, "seconds": 61.0,
+        "notes": [] if head else ["Ablations are measured by state_distance alone: there is no language-model head."],
+    }  # fmt: skip
+    frame = pd.DataFrame(rows, columns=list(ABLATION_COLUMNS)).astype(ABLATION_COLUMNS)
+    return replace(report, ablations=frame, merging=merging)
+
+
+def one_schedule():
+    """One custom schedule, as `--schedule` gives it: it is about no layer in particular."""
+    report = ablated()
+    rows = report.ablations[report.ablations["schedule"] == "0-3 (4+5) 6-11"]
+    rows = rows.assign(kind="custom", layers="").reset_index(drop=True)
+    return replace(report, ablations=rows, merging={**report.merging, "rho": None, "proxies": []})
+
+
+def hostile_ablations():
+    """Every text of the table and of what goes with it is an attack."""
+    report, attack = ablated(hostile(), more=True), HOSTILE.replace("\udc80", "")  # a table takes no half characters
+    texts = report.ablations["schedule"].map(lambda schedule: f"{attack} $x$ {schedule}")
+    rows = report.ablations.assign(schedule=texts)
+    swaps = rows["kind"] == "swap"
+    rows.loc[swaps, ["kind", "layers"]] = [attack, "4,x"]
+    repeats = rows["kind"] == "repeat"
+    rows.loc[repeats, ["kind", "combine"]] = [f"$\\frac$ {attack[:25]}", attack]
+    proxies = [{**row, "proxy": f"$\\frac{{{HOSTILE[:25]}", "cost": "$"} for row in report.merging["proxies"]]
+    return replace(report, ablations=rows, merging={**report.merging, "proxies": proxies, "notes": [HOSTILE]})
+
+
 VARIANTS = {
     "sample": sample,
     "headless": headless,
@@ -175,4 +275,12 @@ VARIANTS = {
     "hostile": hostile,
     "bare": bare,
     "deep": lambda: sample(30),
+    "ablated": ablated,
+    "ablated_more": lambda: ablated(sample(30), more=True, sequences=32),
+    "ablated_headless": lambda: ablated(headless(), head=False),
+    "ablated_one_sequence": lambda: ablated(sample(4, sequences=1), sequences=1),
+    "ablated_one_block": lambda: ablated(one_block(), sequences=1),
+    "no_controls": lambda: ablated(controls=False),
+    "one_schedule": one_schedule,
+    "hostile_ablations": hostile_ablations,
 }

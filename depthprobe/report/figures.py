@@ -10,36 +10,28 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from depthprobe.report.panels import LIGHT, PANELS, Panel, Theme
+from depthprobe.report.ablation_panels import ABLATION_PANELS
+from depthprobe.report.panels import LIGHT, PANELS, Theme
 from depthprobe.report.schema import Report
 from depthprobe.report.tables import by_layer, highest, lowest, number, units_of
 
-__all__ = ["NAMES", "alt_text", "available", "panel", "reason_missing", "render"]
+__all__ = ["NAMES", "alt_text", "available", "reason_missing", "render"]
 
-NAMES = tuple(panel.name for panel in PANELS)
-_BY_NAME = {panel.name: panel for panel in PANELS}
+_BY_NAME = {panel.name: panel for panel in (*PANELS, *ABLATION_PANELS)}
+NAMES = tuple(_BY_NAME)
 _WIDTH = 6.0
 _DPI = 200
 
 
-def panel(name: str) -> Panel:
-    """The figure of that name."""
-    return _BY_NAME[name]
-
-
 def available(report: Report) -> list[str]:
     """Names of the figures that this report has data for, in the order of the page."""
-    measured = set(report.layers["metric"]) | set(report.pairs["metric"])
-    return [
-        panel.name
-        for panel in PANELS
-        if measured & set(panel.needs) or (panel.name == "decomposition" and report.growth.get("decomposition"))
-    ]
+    return [name for name, panel in _BY_NAME.items() if panel.there(report)]
 
 
 def reason_missing(report: Report, name: str) -> str | None:
     """The report's own note on why a figure has no data, or None where it says nothing on it."""
-    notes = [*report.notes, *report.model.get("notes", []), *report.anatomy.get("notes", [])]
+    notes = [*report.notes, *report.model.get("notes", []), *report.anatomy.get("notes", []),
+             *report.merging.get("notes", [])]  # fmt: skip
     return next((note for note in notes if any(word in note.lower() for word in _BY_NAME[name].topic)), None)
 
 
@@ -70,6 +62,8 @@ def render(report: Report, name: str, file_format: str = "png", theme: Theme = L
 def alt_text(report: Report, name: str) -> str:
     """What the figure shows, for those who do not see it: each curve's ends and extremes."""
     chosen = _BY_NAME[name]
+    if chosen.alt is not None:
+        return chosen.alt(report)
     if name == "angular_distance":
         rows = report.pairs[report.pairs["metric"] == name]
         low, high = (lowest(rows), highest(rows))

@@ -5,13 +5,13 @@ Every sentence states what was measured, with its interval where it has one, and
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import groupby, pairwise
 from statistics import median
 from typing import Any
 
+from depthprobe.report.ablation_findings import CHANGES
+from depthprobe.report.ablation_tables import sequences
 from depthprobe.report.schema import Report
 from depthprobe.report.tables import (
     by_layer,
@@ -24,31 +24,12 @@ from depthprobe.report.tables import (
     units_of,
     with_interval,
 )
+from depthprobe.report.words import FEW, Finding, ends, plural
 
-__all__ = ["CAVEAT", "Finding", "findings", "headline", "sentences"]
+__all__ = ["caveat", "findings", "headline", "sentences"]
 
-CAVEAT = (
-    "All of this was measured on unmodified runs over this corpus. It does not say how the loss would change if "
-    "blocks were removed or merged."
-)
-_FEW = 32
 _CLOSE = 0.1  # angular distance, in units of π: 18 degrees
 _FITS = 0.8  # R² below which neither law of growth is called a fit
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was measured.
-
-    Attributes:
-        topic: one or two words.
-        text: the sentence that matters.
-        more: what qualifies it; empty if nothing does.
-    """
-
-    topic: str
-    text: str
-    more: str = ""
 
 
 def findings(report: Report) -> list[Finding]:
@@ -56,6 +37,7 @@ def findings(report: Report) -> list[Finding]:
     topics: tuple[Callable[[Report], Finding | None], ...] = (
         _growth,
         _updates,
+        *CHANGES,
         _ratio,
         _alignment,
         _neighbours,
@@ -74,16 +56,34 @@ def sentences(report: Report) -> list[str]:
     return [f"{finding.text} {finding.more}".strip() for finding in findings(report)]
 
 
+def caveat(report: Report) -> str:
+    """What the measurements do not say."""
+    if report.ablations.empty:
+        return (
+            "All of this was measured on unmodified runs over this corpus. It does not say how the loss would change "
+            "if blocks were removed or merged."
+        )
+    return (
+        "Costs are those of one change at a time, over this corpus and without any further training: they do not say "
+        "what several changes would cost together, or how much of the cost training would win back. All else was "
+        "measured on unmodified runs."
+    )
+
+
 def headline(report: Report) -> str:
     """One line on what was measured: depth, build, size, corpus."""
     model, corpus = report.model, report.corpus
     blocks, tokens = model["blocks"], corpus["sequences"] * corpus["tokens"]
     build = report.anatomy.get("summary")
-    parts = [f"{blocks} block{_s(blocks)}", f"width {model['width']:,}", f"{_millions(model['parameters'])} parameters"]
+    parts = [
+        f"{blocks} block{plural(blocks)}",
+        f"width {model['width']:,}",
+        f"{_millions(model['parameters'])} parameters",
+    ]
     if build and placements(report):
         parts.insert(1, f"{build} norm{', parallel' if report.anatomy.get('parallel') else ''}")
     what = "positions" if model.get("inputs") == "states" else "tokens"
-    over = f"{tokens:,} {what} in {corpus['sequences']:,} sequence{_s(corpus['sequences'])}"
+    over = f"{tokens:,} {what} in {corpus['sequences']:,} sequence{plural(corpus['sequences'])}"
     return f"{', '.join(parts)}; measured on {over}, {model['dtype']}"
 
 
@@ -139,7 +139,7 @@ def _updates(report: Report) -> Finding | None:
     )
     if not _known(rate) or len(sizes) < 3:
         return Finding("Update size", text + ".")
-    low, high = _ends(rate)
+    low, high = ends(rate)
     verdict = "growing" if low > 1 else "shrinking" if high < 1 else "not told apart from constant"
     return Finding("Update size", f"{text}; trend × {with_interval(rate, 4)} a block: {verdict}.")
 
@@ -189,7 +189,7 @@ def _signs(report: Report, unit: str) -> str:
 
 
 def _sign(row: Any, floor: float) -> int:
-    low, high = _ends(row)
+    low, high = ends(row)
     return 1 if low > floor else -1 if high < -floor else 0
 
 
@@ -221,7 +221,7 @@ def _interaction(report: Report) -> Finding | None:
     count = {verdict: sum(v == verdict for v in verdicts.values()) for verdict in ("below", "above", "not apart from")}
     parts = ", ".join(f"{many} {verdict}" for verdict, many in count.items() if many)
     more = (
-        f"The median over {len(rows)} neighbouring pair{_s(len(rows))} is {number(float(rows['value'].median()))}; "
+        f"The median over {len(rows)} neighbouring pair{plural(len(rows))} is {number(float(rows['value'].median()))}; "
         f"going by intervals that do not overlap, {parts} the control."
     )
     return Finding("Interaction", text + ".", more)
@@ -230,7 +230,7 @@ def _interaction(report: Report) -> Finding | None:
 def _against(row: Any, control: Any, floor: float) -> str:
     if control is None or abs(row["value"] - control["value"]) <= floor:
         return "not apart from"
-    (low, high), (control_low, control_high) = _ends(row), _ends(control)
+    (low, high), (control_low, control_high) = ends(row), ends(control)
     return "below" if high < control_low else "above" if low > control_high else "not apart from"
 
 
@@ -290,7 +290,7 @@ def _sinks(report: Report) -> Finding | None:
     counted = sum(sink["position"] >= skip for sink in others)
     more = f"It does so within x_{top['first_layer']} to x_{top['last_layer']}."
     if others:
-        more += f" {len(others)} more position{_s(len(others))} over 50 times, {counted} of them counted."
+        more += f" {len(others)} more position{plural(len(others))} over 50 times, {counted} of them counted."
     return Finding("Sinks", text, more)
 
 
@@ -306,19 +306,19 @@ def _precision(report: Report) -> Finding | None:
 
 def _few(report: Report) -> Finding | None:
     count = report.corpus["sequences"]
-    if count >= _FEW:
+    changed = count if report.ablations.empty else sequences(report)
+    if count >= FEW and changed >= FEW:
         return None
-    text = f"Every interval rests on only {count} sequences: with fewer than {_FEW} it tends to be too narrow."
+    if count >= FEW:  # the terminal says so beside the changes
+        what = f"only {changed} sequences" if changed > 1 else "one sequence only, and have none"
+        text = (
+            f"The intervals of skips, merges and other changes rest on {what}: fewer than {FEW} tend to be too narrow."
+        )
+        return Finding("Few sequences", text, short="")
+    text = f"Every interval rests on only {count} sequences: with fewer than {FEW} it tends to be too narrow."
     one = "There is one sequence only: nothing here has an interval over sequences."
-    return Finding("Few sequences", text if count > 1 else one)
-
-
-def _ends(row: Any) -> tuple[float, float]:
-    """The interval's ends; everything where there is no interval, so that nothing is told apart."""
-    low, high = row["ci_low"], row["ci_high"]
-    if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
-        return -math.inf, math.inf
-    return float(low), float(high)
+    more = f"Changed models were run on {changed} of them." if changed < count else ""
+    return Finding("Few sequences", text if count > 1 else one, more)
 
 
 def _known(value: Any) -> bool:
@@ -342,7 +342,3 @@ def _capital(text: str) -> str:
 
 def _times(count: int) -> str:
     return {1: "once", 2: "twice"}.get(count, f"{count} times")
-
-
-def _s(count: int) -> str:
-    return "" if count == 1 else "s"

@@ -12,12 +12,13 @@ import jinja2
 import markupsafe
 
 from depthprobe.glossary import METRICS, NOTATION, Metric
-from depthprobe.report import figures, tables
-from depthprobe.report.findings import CAVEAT, findings, headline
-from depthprobe.report.panels import DARK, LIGHT, Theme
+from depthprobe.report import ablation_tables, figures, tables
+from depthprobe.report.ablation_panels import ABLATION_PANELS
+from depthprobe.report.findings import caveat, findings, headline
+from depthprobe.report.panels import DARK, LIGHT, PANELS, Panel, Theme
 from depthprobe.report.schema import Report
 
-__all__ = ["fragment", "page", "visible"]
+__all__ = ["fragment", "page"]
 
 
 def page(report: Report) -> str:
@@ -44,17 +45,12 @@ def _environment() -> jinja2.Environment:
     environment.filters["number"] = tables.number
     environment.filters["share"] = tables.with_interval
     environment.filters["formula"] = _subscripts
-    environment.filters["visible"] = visible
+    environment.filters["visible"] = tables.visible
     return environment
 
 
 def _resource(name: str) -> str:
     return (files("depthprobe.report") / name).read_text(encoding="utf-8")
-
-
-def visible(text: Any) -> str:
-    """Text in which what a page would hide or be confused by (control and direction characters) shows as its escape."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
 def _subscripts(text: Any) -> markupsafe.Markup:
@@ -66,30 +62,15 @@ _SUBSCRIPT = re.compile(r"(?<![A-Za-z0-9_])([A-Za-zμσΔ])_(?:\{([^{}<>&]*)\}|(
 
 
 def _common(report: Report) -> dict[str, Any]:
-    return {"report": report, "findings": findings(report), "headline": headline(report), "caveat": CAVEAT}
+    return {"report": report, "findings": findings(report), "headline": headline(report), "caveat": caveat(report)}
 
 
 def _details(report: Report) -> dict[str, Any]:
     used = tables.metrics_used(report)
-    there = figures.available(report)
-    sections = []
-    for name in figures.NAMES:
-        panel = figures.panel(name)
-        reason = None if name in there else figures.reason_missing(report, name)
-        if name not in there and not reason:
-            continue
-        section: dict[str, Any] = {"panel": panel, "reason": reason, "metrics": _entries(panel.metrics, used)}
-        if name in there:
-            section |= {
-                "light": _data_uri(report, name, LIGHT),
-                "dark": _data_uri(report, name, DARK),
-                "alt": figures.alt_text(report, name),
-                "height": round(panel.height * 96),
-            }
-        sections.append(section)
     return {
         "css": _resource("page.css"),
-        "sections": sections,
+        "sections": _sections(report, PANELS, used),
+        "changes": None if report.ablations.empty else _changes(report, used),
         "skipped": tables.skipped_rows(report),
         "anatomy": tables.anatomy_rows(report.anatomy),
         "table": tables.layer_table(report),
@@ -98,6 +79,49 @@ def _details(report: Report) -> dict[str, Any]:
         "notes": _notes(report),
         "glossary": [metric for metric in METRICS.values() if metric.name in used],
         "notation": NOTATION,
+    }
+
+
+def _sections(report: Report, panels: tuple[Panel, ...], used: set[str]) -> list[dict[str, Any]]:
+    """What the page shows of each figure, or why it is missing; those that nothing is said on are left out."""
+    there = figures.available(report)
+    sections = []
+    for panel in panels:
+        reason = None if panel.name in there else figures.reason_missing(report, panel.name)
+        section: dict[str, Any] = {"panel": panel, "reason": reason, "metrics": _entries(panel.metrics, used)}
+        if panel.name in there:
+            section |= {
+                "light": _data_uri(report, panel.name, LIGHT),
+                "dark": _data_uri(report, panel.name, DARK),
+                "alt": figures.alt_text(report, panel.name),
+                "height": round(panel.height * 96),
+            }
+        if panel.name in there or reason:
+            sections.append(section)
+    return sections
+
+
+def _changes(report: Report, used: set[str]) -> dict[str, Any]:
+    """What the page shows of changed models."""
+    merging = report.merging
+    counted = report.ablations[["schedule", "combine"]].drop_duplicates()
+    size = tables.number(ablation_tables.sequences(report))
+    size += f" × {tables.number(merging['tokens'])}" if merging.get("tokens") else " sequences"
+    share, base = merging.get("score_positions"), merging.get("base_loss")
+    made, plain, seconds = (merging.get(key) for key in ("evaluations", "plain_evaluations", "seconds"))
+    facts = [
+        ("schedules", tables.number(len(counted))),
+        ("measured on", size + (f", {share:.3g} of the positions scored" if share and share < 1 else "")),
+        ("unchanged loss", base and f"{tables.with_interval(base)} nats a token"),
+        ("work", made and f"{tables.number(made)} block evaluations; one pass a schedule takes {tables.number(plain)}"),
+        ("time", seconds and f"{tables.number(seconds)} s"),
+    ]
+    cost = ablation_tables.cost_metric(report)
+    drawn = used - {"state_distance"} if cost == "kl" else used
+    return {
+        "facts": [(key, value) for key, value in facts if value],
+        "sections": _sections(report, ABLATION_PANELS, drawn),
+        "table": ablation_tables.schedule_table(report),
     }
 
 
@@ -113,7 +137,8 @@ def _data_uri(report: Report, name: str, theme: Theme) -> str:
 
 
 def _notes(report: Report) -> list[str]:
-    everything = [*report.notes, *report.model["notes"], *report.corpus["notes"], *report.anatomy["notes"]]
+    everything = [*report.notes, *report.model["notes"], *report.corpus["notes"], *report.anatomy["notes"],
+                  *report.merging.get("notes", [])]  # fmt: skip
     return list(dict.fromkeys(everything))
 
 
@@ -137,7 +162,7 @@ def _facts(report: Report) -> list[tuple[str, list[tuple[str, str]]]]:
                      f" ({'positions' if model['inputs'] == 'states' else 'tokens'})"),
             ("documents", corpus["documents"] and tables.number(corpus["documents"])),
             ("in front", corpus["bos"]), ("first ids", " ".join(map(str, corpus["first_ids"] or []))),
-            ("first tokens", " ".join(f"⟨{visible(token)}⟩" for token in first)),
+            ("first tokens", " ".join(f"⟨{tables.visible(token)}⟩" for token in first)),
             ("left out", _left_out(corpus["skip_first"])),
         ]),
         ("Run", [

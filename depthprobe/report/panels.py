@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 from depthprobe.report.schema import Report
 from depthprobe.report.tables import UNITS, curve, pair_matrix
 
-__all__ = ["DARK", "LIGHT", "PANELS", "Panel", "Theme"]
+__all__ = ["DARK", "LIGHT", "PANELS", "Panel", "Theme", "finish"]
 
 # 1 − value is what is small where a metric is near 1, so rounding is felt at that end of the scale
 _NEAR_ONE = ("cosine", "cka", "linearity", "interaction_cosine", "lens_top1")
@@ -45,23 +45,25 @@ class Panel:
         name: of its file.
         title: above it on the page.
         reading: how to read it, one sentence.
-        metrics: those it draws; it is left out where none of `needs` was measured.
-        needs: the metrics without which there is nothing to draw.
+        metrics: those it draws.
+        there: whether a report has what it draws.
         topic: a word by which a note on why it is missing is recognised.
         height: in inches; every figure is 6 inches wide.
         rows: axes, one above the other.
         draw: puts the report onto them.
+        alt: what it shows, for those who do not see it; None for curves over depth, which are described alike.
     """
 
     name: str
     title: str
     reading: str
     metrics: tuple[str, ...]
-    needs: tuple[str, ...]
+    there: Callable[[Report], bool]
     topic: tuple[str, ...]
     height: float
     rows: int
     draw: Callable[[Report, Sequence[Axes], Theme], None]
+    alt: Callable[[Report], str] | None = None
 
 
 def _lines(
@@ -92,12 +94,13 @@ def _lines(
         known = rows.dropna(subset=["ci_low", "ci_high"])
         ax.fill_between(known["layer"], known["ci_low"], known["ci_high"], color=colour, alpha=0.2, linewidth=0)
         drawn.append(rows)
-    _finish(ax, ylabel)
+    finish(ax, ylabel)
     _rounding(report, ax, theme, [metric for metric, _, _ in what])
     return drawn
 
 
-def _finish(ax: Axes, ylabel: str, xlabel: str = "layer $l$") -> None:
+def finish(ax: Axes, ylabel: str, xlabel: str = "layer $l$") -> None:
+    """Name the axes, count layers in whole numbers, and put the legend above where there is a choice."""
     ax.set(xlabel=xlabel, ylabel=ylabel)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     low, high = ax.get_xlim()
@@ -166,7 +169,7 @@ def _growth(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
     _log_if_wide(ax, tables)
     if ax.get_yscale() == "linear":
         ax.set_ylim(bottom=0)
-    _finish(ax, r"$\|x_l\|$")
+    finish(ax, r"$\|x_l\|$")
 
 
 def _decomposition(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
@@ -185,7 +188,7 @@ def _decomposition(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
         rows["layer"], rows["stream"], color=theme.ink, marker="o", markersize=3.5, linewidth=1.2, label=r"$\|x_l\|^2$"
     )
     _zero(ax, theme)
-    _finish(ax, "squared norm")
+    finish(ax, "squared norm")
 
 
 def _ratio(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
@@ -249,62 +252,69 @@ def _lens(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
     axes[1].set_ylim(-0.02, 1.04)
 
 
+def _measured(*metrics: str) -> Callable[[Report], bool]:
+    """Whether a report has any of these metrics."""
+    return lambda report: bool({*report.layers["metric"], *report.pairs["metric"]} & {*metrics})
+
+
 PANELS: tuple[Panel, ...] = (
     Panel(
         "growth", "How the stream grows",
         "A straight line on a logarithmic axis is growth by a constant factor; where mean and median part, a few "
         "tokens carry the norm.",
         ("residual_norm", "residual_norm_median", "growth_power", "growth_rate", "update_growth_rate"),
-        ("residual_norm",), ("growth", "norm of the stream"), 3.7, 1, _growth,
+        _measured("residual_norm"), ("growth", "norm of the stream"), 3.7, 1, _growth,
     ),
     Panel(
         "decomposition", "What the growth is made of",
         "The three parts add up to the line ‖x_l‖² exactly: a large cross term means that updates point along the "
         "stream, one below zero that they point against it.",
-        ("cross_share", "update_norm"), (), ("decomposition",), 3.7, 1, _decomposition,
+        ("cross_share", "update_norm"), lambda report: bool(report.growth.get("decomposition")),
+        ("decomposition",), 3.7, 1, _decomposition,
     ),
     Panel(
         "update_ratio", "How much each unit changes the stream",
         "Near 0 a unit hardly changes what it reads; a curve that falls with depth means that later units change "
         "relatively less.",
-        ("update_ratio",), ("update_ratio",), ("update ratio",), 3.6, 1, _ratio,
+        ("update_ratio",), _measured("update_ratio"), ("update ratio",), 3.6, 1, _ratio,
     ),
     Panel(
         "alignment", "In which direction each unit writes",
         "Above zero a unit reinforces what is there, below zero it erases; the share says how much of the result is "
         "the unit's own.",
-        ("update_alignment", "update_share"), ("update_alignment", "update_share"), ("alignment",), 5.4, 2, _alignment,
+        ("update_alignment", "update_share"), _measured("update_alignment", "update_share"), ("alignment",),
+        5.4, 2, _alignment,
     ),
     Panel(
         "similarity", "How alike neighbouring states are",
         "Where the plain cosine is near 1 and the standardised one is not, a few large dimensions make the states "
         "look alike.",
         ("cosine_adjacent", "cosine_adjacent_centred", "cosine_adjacent_standardised", "cka_adjacent"),
-        ("cosine_adjacent", "cka_adjacent"), ("cka", "similarity"), 3.7, 1, _similarity,
+        _measured("cosine_adjacent", "cka_adjacent"), ("cka", "similarity"), 3.7, 1, _similarity,
     ),
     Panel(
         "angular_distance", "How far apart any two states are",
         "Dark is close: a dark square on the diagonal is a range of blocks that together hardly turn the stream.",
-        ("angular_distance",), ("angular_distance",), ("angular", "pairs"), 4.6, 1, _angles,
+        ("angular_distance",), _measured("angular_distance"), ("angular", "pairs"), 4.6, 1, _angles,
     ),
     Panel(
         "interaction", "Whether the next block needs this one",
         "At l: how much block l+1's update changes when block l's is hidden from it; below the control it reacts less "
         "to that update than to a foreign one of equal size and angle.",
-        ("interaction_error", "interaction_error_control"), ("interaction_error",), ("interaction",), 3.6, 1,
+        ("interaction_error", "interaction_error_control"), _measured("interaction_error"), ("interaction",), 3.6, 1,
         _interaction,
     ),
     Panel(
         "linearity", "Whether a matrix could replace the block",
         "The map to x_{l+1} is near 1 wherever the block changes little; the map to the update alone shows whether "
         "its work is linear.",
-        ("linearity", "linearity_update"), ("linearity", "linearity_update"), ("linearity", "linear map"), 3.6, 1,
-        _linearity,
+        ("linearity", "linearity_update"), _measured("linearity", "linearity_update"), ("linearity", "linear map"),
+        3.6, 1, _linearity,
     ),
     Panel(
         "lens", "When the prediction is made",
         "Each state is read through the model's own final norm and head: where the curves level off, later blocks no "
         "longer change what the head reads.",
-        ("lens_loss", "lens_kl", "lens_top1"), ("lens_loss", "lens_kl", "lens_top1"), ("lens",), 5.4, 2, _lens,
+        ("lens_loss", "lens_kl", "lens_top1"), _measured("lens_loss", "lens_kl", "lens_top1"), ("lens",), 5.4, 2, _lens,
     ),
 )  # fmt: skip

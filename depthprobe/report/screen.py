@@ -10,9 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from depthprobe.report.findings import findings, headline
-from depthprobe.report.html import visible
 from depthprobe.report.schema import Report
-from depthprobe.report.tables import anatomy_rows, layer_table
+from depthprobe.report.tables import anatomy_rows, layer_table, visible
 
 __all__ = ["show", "show_anatomy"]
 
@@ -82,7 +81,9 @@ def _findings(report: Report) -> Table:
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
     for finding in findings(report):
-        grid.add_row(finding.topic, Text(finding.text))
+        said = finding.text if finding.short is None else finding.short
+        if said:
+            grid.add_row(finding.topic, Text(said))
     return grid
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "ranges",
     "skipped_rows",
     "units_of",
+    "visible",
     "with_interval",
 ]
 
@@ -95,6 +96,11 @@ def pair_matrix(report: Report, metric: str) -> pd.DataFrame:
     states = sorted(set(chosen["i"]) | set(chosen["j"]))
     upper = chosen.pivot(index="i", columns="j", values="value").reindex(index=states, columns=states)
     return upper.fillna(upper.T)
+
+
+def visible(text: Any) -> str:
+    """Text in which what a page would hide or be confused by (control and direction characters) shows as its escape."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
 def number(value: Any, digits: int = 3) -> str:
@@ -206,4 +212,6 @@ def metrics_used(report: Report) -> set[str]:
     growth = {
         name for name, value in report.growth.items() if isinstance(value, dict) and value.get("value") is not None
     }
-    return set(report.layers["metric"]) | set(report.pairs["metric"]) | growth
+    rho = {"rho"} if report.merging.get("rho") else set()
+    tables = (report.layers, report.pairs, report.ablations)
+    return {metric for table in tables for metric in table["metric"]} | growth | rho
