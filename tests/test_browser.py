@@ -148,6 +148,17 @@ class Browser:
         return [event for event in self.events if event["method"] in said]
 
 
+# how many figures each page has
+FIGURES = {
+    "sample": 9,
+    "headless": 8,
+    "hostile": 9,
+    "ablated_more": 14,
+    "ablated_headless": 11,
+    "hostile_ablations": 14,
+}
+
+
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
     with Browser(tmp_path_factory.mktemp("profile")) as running:
@@ -157,10 +168,10 @@ def browser(tmp_path_factory):
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
     root = tmp_path_factory.mktemp("pages")
-    return {name: VARIANTS[name]().save(root / name) for name in ("sample", "headless", "hostile")}
+    return {name: VARIANTS[name]().save(root / name) for name in FIGURES}
 
 
-@pytest.mark.parametrize("name", ["sample", "headless", "hostile"])
+@pytest.mark.parametrize("name", FIGURES)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1440])
 def test_page_opens_offline_and_fits(browser, pages, name, scheme, width):
@@ -169,7 +180,7 @@ def test_page_opens_offline_and_fits(browser, pages, name, scheme, width):
     assert browser.requests() == [pages[name].absolute().as_uri()]
     assert browser.script("document.documentElement.scrollWidth") <= width
     images = browser.script("[...document.images].map(i => [i.naturalWidth, i.clientWidth, i.clientHeight, i.alt])")
-    assert len(images) == (8 if name == "headless" else 9)
+    assert len(images) == FIGURES[name]
     for natural, wide, high, alt in images:
         assert natural > 0
         assert 330 <= wide <= 760
@@ -177,8 +188,9 @@ def test_page_opens_offline_and_fits(browser, pages, name, scheme, width):
         assert len(alt) > 20
 
 
-def test_nothing_sticks_out_on_a_phone(browser, pages):
-    browser.open(pages["hostile"], 390)
+@pytest.mark.parametrize("name", ["hostile", "ablated_more", "hostile_ablations"])
+def test_nothing_sticks_out_on_a_phone(browser, pages, name):
+    browser.open(pages[name], 390)
     out = """[...document.querySelectorAll('body *')].filter(e => !e.closest('.scroll') && !e.closest('pre')
              && e.getBoundingClientRect().right > innerWidth + 1).map(e => e.outerHTML.slice(0, 80))"""
     assert browser.script(out) == []
@@ -196,12 +208,22 @@ def test_dark_readers_get_dark_paper_and_dark_figures(browser, pages):
     assert seen["light"][1] != seen["dark"][1]
 
 
-def test_hostile_names_stay_text(browser, pages):
-    browser.open(pages["hostile"], 1440)
+@pytest.mark.parametrize("name", ["hostile", "hostile_ablations"])
+def test_hostile_names_stay_text(browser, pages, name):
+    browser.open(pages[name], 1440)
     assert browser.script("document.scripts.length") == 0
     heading = browser.script("document.querySelector('h1').textContent")
     assert heading.startswith("<script>alert(1)</script> \"quoted\" 'n' &amp; {{ 7 * 7 }}")
     assert browser.script("document.querySelectorAll('style').length") == 1
+
+
+def test_schedules_are_set_in_one_width_and_can_be_reached(browser, pages):
+    browser.open(pages["ablated_more"], 1440)
+    font = browser.script("getComputedStyle(document.querySelector('#schedules ~ .scroll tbody code')).fontFamily")
+    assert "monospace" in font
+    assert browser.script("document.querySelectorAll('#schedules ~ .scroll tbody tr').length") == 20
+    broken = "[...document.querySelectorAll('nav a')].filter(a => !document.querySelector(a.hash)).map(a => a.hash)"
+    assert browser.script(broken) == []
 
 
 def test_the_checks_can_fail(browser, tmp_path):

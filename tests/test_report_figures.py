@@ -7,7 +7,7 @@ from PIL import Image
 from report_samples import VARIANTS, bare, half, headless, one_block, sample
 
 from depthprobe.report import figures
-from depthprobe.report.panels import DARK, LIGHT
+from depthprobe.report.panels import DARK, LIGHT, PANELS
 
 
 @pytest.mark.parametrize("name", ["sample", "headless", "blocks_only", "one_block", "half"])
@@ -22,7 +22,7 @@ def test_every_figure_of_every_model_has_ink(name):
 
 
 def test_what_is_available():
-    assert figures.available(sample()) == list(figures.NAMES)
+    assert figures.available(sample()) == [panel.name for panel in PANELS]
     assert figures.available(bare()) == ["growth"]
     assert "lens" not in figures.available(headless())
     assert "interaction" not in figures.available(one_block())

@@ -159,7 +159,7 @@ def test_the_terminal_gets_one_plain_screen(name):
     out = io.StringIO()
     screen.show(VARIANTS[name](), Console(file=out, width=80, highlight=False))
     lines = out.getvalue().splitlines()
-    assert len(lines) <= 36
+    assert len(lines) <= 39
     assert all(len(line) <= 80 for line in lines)
     assert "\x1b" not in out.getvalue()
     assert "Growth" in out.getvalue()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.ticker import NullFormatter
 
 from depthprobe.report.ablation_tables import (
     cost_metric,
@@ -83,7 +84,16 @@ def _log_cost(ax: Axes, theme: Theme, report: Report, drawn: Sequence[pd.DataFra
     if (values < _FLOOR).any():
         ax.text(0.01, _FLOOR, "$10^{-6}$ or less", transform=ax.get_yaxis_transform(), va="bottom", fontsize=8,
                 color=theme.ink, alpha=0.8)  # fmt: skip
+    _plain_numbers(ax)
     finish(ax, _axis(report), "layer $l$, the first that is changed")
+
+
+def _plain_numbers(ax: Axes) -> None:
+    """0.1 in place of a power of ten; between the powers only where there would be few numbers."""
+    low, high = ax.get_ylim()
+    ax.yaxis.set_major_formatter("{x:g}")
+    near = ax.get_yscale() == "log" and high / low < 12
+    ax.yaxis.set_minor_formatter("{x:g}" if near else NullFormatter())
 
 
 def _axis(report: Report) -> str:
@@ -115,7 +125,7 @@ def _rho(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
     known = rows.dropna(subset=["ci_low", "ci_high"])
     ax.vlines(known["layer"], known["ci_low"].clip(lower=_FLOOR), known["ci_high"], color=colour, linewidth=1.4)
     ax.plot(layers, values, linestyle="", marker="o", markersize=5, color=colour, label=r"$\rho_l$")
-    ax.axhline(1, color=theme.ink, linewidth=1.0, label="1: merge and skip cost the same")
+    ax.axhline(1, color=theme.ink, linewidth=1.0, label="merge = skip")
     slope = rho.get("slope") or {}
     if slope.get("value") is not None and len(rows) > 1:
         # the slope is the report's own, of log ρ over relative depth; only the line's height is set here
@@ -127,6 +137,9 @@ def _rho(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
             ends = [np.exp(height + end * about) for end in (slope["ci_low"], slope["ci_high"])]
             ax.fill_between(layers, np.minimum(*ends), np.maximum(*ends), color=theme.lines[1], alpha=0.15, linewidth=0)
     ax.set_yscale("log")
+    low, high = ax.get_ylim()
+    ax.set_ylim(min(low, 0.85), max(high, 1.2))
+    _plain_numbers(ax)
     finish(ax, r"$\rho_l$")
 
 
@@ -161,6 +174,7 @@ def _loss(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
     if typical > 0 and sizes.max() > 20 * typical:
         near = 10.0 ** np.floor(np.log10(typical))
         ax.set_yscale("symlog", linthresh=near, linscale=0.6)
+        _plain_numbers(ax)
     ax.axhline(0, color=theme.ink, linewidth=0.8, alpha=0.6)
     finish(ax, "change of the loss, nats a token")
 
@@ -223,7 +237,7 @@ ABLATION_PANELS: tuple[Panel, ...] = (
         "At l: if blocks l and l+1 were one wider layer, running both on the same input would cost far less than "
         "skipping either and less than the controls; a curve that merely falls with depth may only say that late "
         "blocks do less.",
-        ("kl", "state_distance"), lambda report: bool(merges(report, cost_metric(report))), (), 4.4, 1, _merge_cost,
+        ("kl", "state_distance"), lambda report: bool(merges(report, cost_metric(report))), (), 4.6, 1, _merge_cost,
         lambda report: _alt([(label, rows) for label, rows, _ in _cost_curves(report)]),
     ),
     Panel(
@@ -249,6 +263,6 @@ ABLATION_PANELS: tuple[Panel, ...] = (
         "proxies", "Whether a cheap measurement can stand in",
         "At 1 the cheap metric orders the blocks exactly as their measured cost does, at 0 it says nothing about it.",
         ("block_influence", "update_ratio", "angular_distance", "interaction_error"),
-        lambda report: bool(_known_proxies(report)), (), 2.8, 1, _proxies, _proxies_alt,
+        lambda report: bool(_known_proxies(report)), (), 3.0, 1, _proxies, _proxies_alt,
     ),
 )  # fmt: skip

@@ -98,7 +98,7 @@ def series(report: Report, metric: str) -> dict[str, Series]:
     control = kind == "control"
     found = {
         "skip": ("skip $l$", block & (kind == "skip") & (rows["count"] == 1)),
-        "skip both": ("skip $l$ and $l+1$", block & near & (kind == "skip") & (rows["count"] == 2)),
+        "skip both": ("skip $l$, $l+1$", block & near & (kind == "skip") & (rows["count"] == 2)),
         "swap": ("swap $l$, $l+1$", near & (kind == "swap")),
         "apart": ("merge $l$, $l+2$", control & ~near & (rows["combine"] != "")),
         "random": ("random vector", control & near & (rows["combine"] == "")),

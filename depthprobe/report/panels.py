@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,7 @@ class Theme:
 
 LIGHT = Theme("#ffffff", "#1f2430", "#dcdfe6", ("#0072b2", "#d55e00", "#009e73", "#8a3f74"))
 DARK = Theme("#16191f", "#dfe3ea", "#343a45", ("#56b4e9", "#f0a05a", "#3fc79a", "#d89cc4"))
+_ROOM = 80  # characters that fit beside each other in a legend
 _MARKERS = ("o", "s", "^", "D")
 _DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1.5, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
 
@@ -106,10 +108,12 @@ def finish(ax: Axes, ylabel: str, xlabel: str = "layer $l$") -> None:
     low, high = ax.get_xlim()
     if high - low < 1:  # a single layer
         ax.set_xlim(low - 0.5, high + 0.5)
-    handles, _ = ax.get_legend_handles_labels()
+    handles, labels = ax.get_legend_handles_labels()
     _no_legend(ax)
     if len(handles) > 1:
-        ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=min(len(handles), 4), frameon=False, borderaxespad=0.2,
+        longest = max(len(re.sub(r"\\[a-z]+|[\\${}^_|]", "", label)) for label in labels)
+        columns = max(1, min(len(handles), 4, _ROOM // (longest + 7)))
+        ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, frameon=False, borderaxespad=0.2,
                   handlelength=2.4, columnspacing=1.4)  # fmt: skip
 
 
