@@ -9,8 +9,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from depthprobe.errors import UsageError
@@ -99,8 +98,10 @@ class Schedule:
 
     @property
     def label(self) -> str:
-        """What stands in tables: the notation, or a control's own words."""
-        return self.words or str(self)
+        """What stands in tables: the notation, or the words of what is no schedule or has no block left."""
+        if self.combine == "weights" and self.merges:
+            return f"averaged weights {self}"
+        return self.words or str(self) or "no block"
 
     @property
     def unit(self) -> str:
@@ -132,11 +133,15 @@ class Schedule:
             UsageError: a layer out of range, or a combination that the stages do not allow.
         """
         for unit in (unit for stage in self.stages for unit in stage):
-            if unit.layer >= blocks:
+            if not 0 <= unit.layer < blocks:
                 raise UsageError(f"the schedule names block {unit.layer}", f"0 to {blocks - 1}")
         if self.combine not in get_args(Combine):
             raise UsageError(f"combine is {self.combine!r}", ", ".join(get_args(Combine)))
         for stage in self.stages:
+            if not stage:
+                raise UsageError("a stage of the schedule is empty", "at least one unit in each")
+            if len(set(stage)) < len(stage):
+                raise UsageError(f"stage ({'+'.join(map(str, stage))}) has a unit twice", "different units in a stage")
             if len({unit.part == "" for unit in stage}) > 1:
                 raise UsageError(f"stage ({'+'.join(map(str, stage))}) mixes a block with a sublayer", "one of the two")
             if self.combine == "weights" and len(stage) > 1 and stage[0].part:
@@ -144,7 +149,7 @@ class Schedule:
         return self
 
 
-_TOKEN = re.compile(r"(?P<space>\s+)|(?P<number>\d+)|(?P<part>[am])|(?P<sign>[-()+])")
+_TOKEN = re.compile(r"(?P<space>\s+)|(?P<number>[0-9]+)|(?P<part>[am])|(?P<sign>[-()+])")
 
 
 def parse(text: str, combine: Combine = "sum") -> Schedule:
@@ -180,11 +185,12 @@ class _Parser:
             if self._take("("):
                 units = [self._unit()]
                 while self._take("+"):
-                    units.append(self._unit())
+                    start = self._place()
+                    if (unit := self._unit()) in units:
+                        raise _pointed(self.text, start, "different units in a stage")
+                    units.append(unit)
                 if not self._take(")"):
                     raise _pointed(self.text, self._place(), "+ or )")
-                if len(set(units)) < len(units):
-                    raise _pointed(self.text, self._place() - 1, "different units in a stage")
                 yield tuple(units)
             else:
                 start = self._place()
@@ -201,8 +207,8 @@ class _Parser:
 
     def _unit(self) -> Unit:
         kind, word, place = self.tokens[self.next]
-        if kind != "number":
-            raise _pointed(self.text, place, "a block number")
+        if kind != "number" or len(word) > 5:  # a range of billions would fill the memory before it is refused
+            raise _pointed(self.text, place, "a block number" + (" below 100000" if kind == "number" else ""))
         self.next += 1
         touching = self._place() == place + len(word)
         part: Part = ""
@@ -231,12 +237,12 @@ def _pointed(text: str, place: int, expected: str) -> UsageError:
 
 def unmodified(blocks: int) -> Schedule:
     """Every block once, in order."""
-    return Schedule(tuple((Unit(layer),) for layer in range(blocks)), kind="unmodified")
+    return Schedule(_chain(range(blocks)))
 
 
 def skip(blocks: int, layers: Iterable[int], part: Part = "") -> Schedule:
     """Without some blocks, or without the attention or MLP of some."""
-    gone = sorted(set(layers))
+    gone = _layers(blocks, layers)
     stages: list[Stage] = []
     for layer in range(blocks):
         if layer not in gone:
@@ -252,7 +258,7 @@ def merge(blocks: int, layers: Iterable[int], combine: Combine = "sum", part: Pa
     With a `part`, the attentions (or MLPs) of the blocks are merged at the place of the first one, and what is left of
     each block runs where it was.
     """
-    chosen = sorted(set(layers))
+    chosen = _layers(blocks, layers)
     if not part:
         stages: list[Stage] = [(Unit(layer),) for layer in range(blocks) if layer not in chosen]
         stages.insert(chosen[0], tuple(Unit(layer) for layer in chosen))
@@ -270,7 +276,9 @@ def _parts(split: bool) -> tuple[Part, ...]:
 
 def attention_first(blocks: int, layers: Iterable[int], combine: Combine = "sum") -> Schedule:
     """The attentions of some contiguous blocks on one state, then their MLPs on the next: `(4a+5a) (4m+5m)`."""
-    chosen = sorted(set(layers))
+    chosen = _layers(blocks, layers)
+    if len(chosen) <= chosen[-1] - chosen[0]:
+        raise UsageError(f"attention first was asked for blocks {', '.join(map(str, chosen))}", "neighbouring blocks")
     before = [(Unit(layer),) for layer in range(chosen[0])]
     after = [(Unit(layer),) for layer in range(chosen[0], blocks) if layer not in chosen]
     pair = [tuple(Unit(layer, "a") for layer in chosen), tuple(Unit(layer, "m") for layer in chosen)]
@@ -279,13 +287,14 @@ def attention_first(blocks: int, layers: Iterable[int], combine: Combine = "sum"
 
 def parallel_sublayers(blocks: int, layers: Iterable[int]) -> Schedule:
     """Attention and MLP of some blocks on the same state, as in PaLM: `(4a+4m)`."""
-    chosen = set(layers)
+    chosen = _layers(blocks, layers)
     stages = [(Unit(i, "a"), Unit(i, "m")) if i in chosen else (Unit(i),) for i in range(blocks)]
-    return Schedule(tuple(stages), kind="custom", changed=tuple(sorted(chosen)))
+    return Schedule(tuple(stages), kind="custom", changed=tuple(chosen))
 
 
 def swap(blocks: int, first: int, second: int) -> Schedule:
     """Two blocks in each other's place."""
+    _layers(blocks, [first, second])
     order = list(range(blocks))
     order[first], order[second] = order[second], order[first]
     return Schedule(_chain(order), kind="swap", changed=(first, second))
@@ -293,19 +302,21 @@ def swap(blocks: int, first: int, second: int) -> Schedule:
 
 def repeat(blocks: int, layer: int, times: int = 2) -> Schedule:
     """One block several times in a row."""
+    _layers(blocks, [layer])
     order = [i for i in range(blocks) for _ in range(times if i == layer else 1)]
     return Schedule(_chain(order), kind="repeat", changed=(layer,))
 
 
 def reverse(blocks: int, start: int, stop: int) -> Schedule:
     """Blocks `start` to `stop − 1` in falling order."""
-    order = [*range(start), *reversed(range(start, stop)), *range(stop, blocks)]
-    return Schedule(_chain(order), kind="reverse", changed=tuple(range(start, stop)))
+    middle = _layers(blocks, range(start, stop))
+    order = [*range(start), *reversed(middle), *range(stop, blocks)]
+    return Schedule(_chain(order), kind="reverse", changed=tuple(middle))
 
 
 def shuffle(blocks: int, start: int, stop: int, seed: int) -> Schedule:
     """Blocks `start` to `stop − 1` in a random order."""
-    middle = list(range(start, stop))
+    middle = _layers(blocks, range(start, stop))
     random.Random(seed).shuffle(middle)
     order = [*range(start), *middle, *range(stop, blocks)]
     return Schedule(_chain(order), kind="shuffle", changed=tuple(range(start, stop)))
@@ -318,16 +329,19 @@ def partition(stages: Sequence[Sequence[int]], combine: Combine = "sum") -> Sche
     return Schedule(made, combine, "merge", changed)
 
 
+def _layers(blocks: int, layers: Iterable[int]) -> list[int]:
+    """The layers in rising order, each once.
+
+    Raises:
+        UsageError: there is none, or one is out of range.
+    """
+    chosen = sorted(set(layers))
+    if not chosen:
+        raise UsageError("a change of no block was asked for", "at least one")
+    if odd := [layer for layer in chosen if not 0 <= layer < blocks]:
+        raise UsageError(f"block {odd[0]} was asked for", f"0 to {blocks - 1}")
+    return chosen
+
+
 def _chain(order: Iterable[int]) -> tuple[Stage, ...]:
     return tuple((Unit(layer),) for layer in order)
-
-
-def with_combine(schedule: Schedule, combine: Combine) -> Schedule:
-    """The same stages, combined otherwise."""
-    return replace(schedule, combine=combine)
-
-
-def ascending(schedule: Schedule) -> bool:
-    """Whether the blocks run in rising order, each once."""
-    layers = [unit.layer for stage in schedule.stages for unit in stage]
-    return all(a < b for a, b in pairwise(layers))
