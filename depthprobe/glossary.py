@@ -34,7 +34,7 @@ class Metric:
         formula: the definition, in the notation above.
         reading: one sentence on how to read it.
         source: where the definition comes from, empty if it is elementary.
-        table: the table that carries it (`layers`, `pairs`, `ablations`), or `report` for what stands in report.json alone.
+        table: the table that carries it (`layers`, `pairs`, `ablations`); `report` for what is in report.json alone.
     """
 
     name: str
@@ -143,14 +143,14 @@ _ALL = (
     Metric(
         "linearity",
         "how linear the block is as a map",
-        "held-out R² of a ridge map x_l → x_{l+1}, both centred and Frobenius-normalised",
+        "held-out R² of a ridge map x_l → x_{l+1}, both centred and Frobenius-normalised; 5 folds of sequences",
         "Near 1 means little where the block changes little: read linearity_update beside it.",
         "after Razzhigaev et al. 2024, whose score is in-sample",
     ),
     Metric(
         "linearity_update",
         "how linear the block's update is",
-        "held-out R² of a ridge map x_l → Δ_l, both centred and Frobenius-normalised",
+        "held-out R² of a ridge map x_l → Δ_l, both centred and Frobenius-normalised; 5 folds of sequences",
         "Near 1: a matrix could replace the block on this corpus; near 0: its work is not linear.",
         "after Razzhigaev et al. 2024, whose score is in-sample",
     ),
