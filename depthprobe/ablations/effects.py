@@ -101,12 +101,14 @@ class Reference:
             gap = self.logits[index] - logits
             apart = (self.chance[index] * gap).sum(dim=-1)
             shift = logits.logsumexp(dim=-1) - self.lse[index]
-            # Two nearly equal logarithms leave only rounding: there, log Σ p e^(z'−z) is exact.
-            near = (apart + shift).abs() < NEAR
+            kl = apart + shift
+            # Two nearly equal logarithms leave only rounding: there, log Σ p e^c − Σ p c with c = apart − gap is exact.
+            near = kl.abs() < NEAR
             if bool(near.any()):
-                exact = (self.chance[index][near] * torch.expm1(-gap[near])).sum(dim=-1).log1p()
-                shift[near] = exact
-            kls.append((apart + shift).clamp_min(0))
+                chance, c = self.chance[index][near], apart[near][:, None] - gap[near]
+                kl[near] = (chance * torch.expm1(c)).sum(dim=-1).log1p() - (chance * c).sum(dim=-1)
+                shift[near] = kl[near] - apart[near]
+            kls.append(kl.clamp_min(0))
             losses.append(_at(gap, targets) + shift)
             agreements.append((logits.argmax(dim=-1) == self.best[index]).float())
         return {
