@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 import transformers as T
@@ -269,6 +270,14 @@ class Bump(nn.Module):
         return x + self.mlp(x)
 
 
+class InPlace(Bump):
+    """The same, written into the state that it was given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += self.mlp(x)
+        return x
+
+
 class Gated(nn.Module):
     """x · gate(x) + f(x): a stream, but no branch that is added to it."""
 
@@ -405,6 +414,16 @@ class TestUnknownFamilies:
         anatomy = opened(model)
         assert [[(b.unit, b.placement) for b in block.branches] for block in anatomy.blocks] == [[("mlp", "none")]] * 4
         assert anatomy.objective == "causal"
+
+    def test_blocks_that_overwrite_their_input(self) -> None:
+        """The state from before a block must survive the block: all numbers are those of blocks that leave it alone."""
+        torch.manual_seed(0)
+        clean, dirty = (shake(Embedded([kind() for _ in range(4)])) for kind in (Bump, InPlace))
+        dirty.load_state_dict(clean.state_dict())
+        one, other = (depthprobe.analyze(model, data=ids(6, 24), device="cpu").layers for model in (clean, dirty))
+        one, other = (table[table["unit"] == "block"].reset_index(drop=True) for table in (one, other))
+        assert (one["value"] > 0.01).any()
+        pd.testing.assert_frame_equal(one, other, rtol=1e-5, atol=1e-6)
 
     def test_a_transformers_model_beyond_the_list(self) -> None:
         config = T.StableLmConfig(**SIZES, **LENGTH, **SPECIAL, intermediate_size=64, num_key_value_heads=2)
