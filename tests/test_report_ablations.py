@@ -264,13 +264,15 @@ def test_the_cheapest_and_the_dearest():
     assert len(cheapest) == len(dearest) == 10
     assert table.left_out == 66 - 20
     assert dearest[0][0] == "2-11"  # without the first two blocks
-    assert cheapest[0][0] == "random vector after 8,9"
+    assert cheapest[0][0] == "0-7 (8+9) 10-11"
     rows = ablated().ablations
-    best = rows[rows["metric"] == "kl"]["value"].min()
+    best = rows[(rows["metric"] == "kl") & ~rows["schedule"].str.startswith("random")]["value"].min()
     assert cheapest[0][3][0].startswith(f"{best:.4f} [")
+    assert "[" not in cheapest[0][3][1]
+    assert not any("random" in row[0] for row in cheapest + dearest)
     few = schedule_table(VARIANTS["ablated_one_sequence"]())
     assert len(few.parts) == 1
-    assert few.left_out == 0
+    assert few.left_out == 3  # the random vectors
     assert "[" not in few.parts[0][1][0][3][0]
     assert schedule_table(VARIANTS["ablated_headless"]()).metrics == ("state_distance",)
 
@@ -291,6 +293,9 @@ def test_the_section_stands_after_the_unmodified_run():
     assert "480 block evaluations" in text
     assert "8 × 256, 0.25 of the positions scored" in text
     assert "<code>rho</code>" in text
+    assert "ρ<sub>l</sub>" in text
+    assert "66, controls included" in text
+    assert "The other 46 and every number" in text
     assert "KL(p<sub>unchanged</sub> ‖ p<sub>changed</sub>)" in text
     section = text[text.index('id="merge_cost"') : text.index('id="rho"')]
     assert "<code>kl</code>" in section

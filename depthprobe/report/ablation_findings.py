@@ -173,7 +173,8 @@ def _proxies(report: Report) -> Finding | None:
         f"most like the measured {visible(best['cost'])}: Spearman's correlation {with_interval(best)}; {verdict}."
     )
     others = "; ".join(f"{visible(row['proxy'])} {with_interval(row)}" for row in known if row is not best)
-    more = f"The others: {others}. The best of several looks better than it is." if others else ""
+    more = f"The others: {others}. The best of several looks better than it is. " if others else ""
+    more += "Intervals are over sequences; the blocks are this model's own."
     return Finding("Proxies", text, more, "")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from depthprobe.report.schema import Report
-from depthprobe.report.tables import interval, number, placements, visible
+from depthprobe.report.tables import number, placements, visible, with_interval
 
 __all__ = [
     "ScheduleTable",
@@ -50,8 +50,9 @@ class ScheduleTable:
 
     Attributes:
         metrics: the metric of each column of values, the one that it is sorted by first.
-        parts: (title, rows); a row is schedule, kind, combine and one cell a metric. One part where all fit into it.
-        left_out: schedules that are in no part.
+        parts: (title, rows); a row is schedule, kind, combine and one cell a metric, the first with its interval. One
+            part where all fit into it.
+        left_out: how many are in no part.
     """
 
     metrics: tuple[str, ...]
@@ -159,25 +160,30 @@ def label_text(text: Any) -> str:
 
 
 def schedule_table(report: Report, most: int = 10) -> ScheduleTable:
-    """The `most` cheapest and the `most` dearest schedules; all of them, cheapest first, where there are few."""
+    """The `most` cheapest and the `most` dearest schedules; all of them, cheapest first, where there are few.
+
+    Random vectors are no schedules and stay out.
+    """
     cost = cost_metric(report)
     metrics = tuple(m for m in ("kl", "delta_loss", "top1_agreement") if (report.ablations["metric"] == m).any())
     metrics = metrics if cost == "kl" else (cost, *metrics)
     values = {(row["schedule"], row["combine"], row["metric"]): row for row in _records(report.ablations)}
     chosen = report.ablations[report.ablations["metric"] == cost].drop_duplicates(["schedule", "combine"])
+    total = len(chosen)
+    chosen = chosen[(chosen["kind"] != "control") | (chosen["combine"] != "")]
     ranked = _records(chosen.sort_values("value", kind="stable"))
 
     def cells(rows: Iterable[dict[str, Any]]) -> tuple[Cells, ...]:
         return tuple(
             (row["schedule"], row["kind"], row["combine"],
-             tuple(_cell(values.get((row["schedule"], row["combine"], metric))) for metric in metrics))
+             (with_interval(row), *(_cell(values.get((row["schedule"], row["combine"], m))) for m in metrics[1:])))
             for row in rows
         )  # fmt: skip
 
     if len(ranked) <= 2 * most:
-        return ScheduleTable(metrics, (("All schedules, cheapest first", cells(ranked)),), 0)
+        return ScheduleTable(metrics, (("All schedules, cheapest first", cells(ranked)),), total - len(ranked))
     parts = (f"The {most} cheapest", cells(ranked[:most])), (f"The {most} dearest", cells(ranked[: -most - 1 : -1]))
-    return ScheduleTable(metrics, parts, len(ranked) - 2 * most)
+    return ScheduleTable(metrics, parts, total - 2 * most)
 
 
 def _records(rows: pd.DataFrame) -> list[dict[str, Any]]:
@@ -185,9 +191,7 @@ def _records(rows: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _cell(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return ""
-    return f"{number(row['value'])} {interval(row['ci_low'], row['ci_high'])}".strip()
+    return "" if row is None else number(row["value"])
 
 
 def _series(label: str, rows: pd.DataFrame) -> Series:

@@ -58,7 +58,7 @@ def _subscripts(text: Any) -> markupsafe.Markup:
     return markupsafe.Markup(_SUBSCRIPT.sub(r"\1<sub>\2\3</sub>", str(markupsafe.escape(text))))
 
 
-_SUBSCRIPT = re.compile(r"(?<![A-Za-z0-9_])([A-Za-zμσΔ])_(?:\{([^{}<>&]*)\}|([A-Za-z0-9]+))(?![\w])")
+_SUBSCRIPT = re.compile(r"(?<![A-Za-z0-9_])([A-Za-zμρσΔ])_(?:\{([^{}<>&]*)\}|([A-Za-z0-9]+))(?![\w])")
 
 
 def _common(report: Report) -> dict[str, Any]:
@@ -105,18 +105,19 @@ def _changes(report: Report, used: set[str]) -> dict[str, Any]:
     """What the page shows of changed models."""
     merging = report.merging
     counted = report.ablations[["schedule", "combine"]].drop_duplicates()
+    controls = bool((report.ablations["kind"] == "control").any())
     size = tables.number(ablation_tables.sequences(report))
     size += f" × {tables.number(merging['tokens'])}" if merging.get("tokens") else " sequences"
-    share, base = merging.get("score_positions"), merging.get("base_loss")
+    cost, base = ablation_tables.cost_metric(report), merging.get("base_loss")
+    share = merging.get("score_positions") if cost == "kl" else None  # a state is compared at every position
     made, plain, seconds = (merging.get(key) for key in ("evaluations", "plain_evaluations", "seconds"))
     facts = [
-        ("schedules", tables.number(len(counted))),
+        ("schedules", tables.number(len(counted)) + (", controls included" if controls else "")),
         ("measured on", size + (f", {share:.3g} of the positions scored" if share and share < 1 else "")),
         ("unchanged loss", base and f"{tables.with_interval(base)} nats a token"),
         ("work", made and f"{tables.number(made)} block evaluations; one pass a schedule takes {tables.number(plain)}"),
         ("time", seconds and f"{tables.number(seconds)} s"),
     ]
-    cost = ablation_tables.cost_metric(report)
     drawn = used - {"state_distance"} if cost == "kl" else used
     return {
         "facts": [(key, value) for key, value in facts if value],
