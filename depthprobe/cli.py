@@ -14,6 +14,7 @@ from depthprobe.commands.ablate import ablate
 from depthprobe.commands.analyze import analyze
 from depthprobe.commands.inspect import inspect
 from depthprobe.commands.metrics import metrics
+from depthprobe.commands.stages import stages
 from depthprobe.errors import DepthprobeError
 
 __all__ = ["app", "main"]
@@ -48,7 +49,7 @@ def _root(
     pass
 
 
-for command in (analyze, inspect, ablate, metrics):
+for command in (analyze, inspect, ablate, stages, metrics):
     app.command()(command)
 
 

@@ -1,0 +1,101 @@
+"""`depthprobe stages`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from depthprobe.commands.options import (
+    BatchSize,
+    Bos,
+    Data,
+    Debug,
+    Device,
+    Dtype,
+    Out,
+    Revision,
+    Seed,
+    SeqLen,
+    Spec,
+    TextField,
+    Tokenizer,
+    Tokens,
+    Trust,
+    batch_number,
+)
+
+
+def stages(
+    checkpoint: Spec,
+    limit: Annotated[int, typer.Option(help="Stop at so many stages.")] = 1,
+    combine: Annotated[str, typer.Option(help="What merged blocks make of their input: sum or mean.")] = "sum",
+    score_positions: Annotated[float, typer.Option(help="Share of the positions that is scored.")] = 0.25,
+    out: Out = None,
+    data: Data = None,
+    tokens: Tokens = 2048,
+    seq_len: SeqLen = None,
+    bos: Bos = "auto",
+    text_field: TextField = "text",
+    batch_size: BatchSize = "auto",
+    seed: Seed = 0,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    revision: Revision = None,
+    tokenizer: Tokenizer = None,
+    trust_remote_code: Trust = False,
+    debug: Debug = False,
+) -> None:
+    """Count how few sequential stages a language model needs.
+
+    Step by step, two neighbouring stages are merged or a block is dropped, whichever costs least on one half of the
+    sequences; the other half scores what was chosen. The curve of stages against cost goes to stages.csv, with the
+    schedule at each point; D(κ) is the fewest stages whose KL from the whole model is at most κ of the KL to the
+    corpus's unigram.
+
+    Example: `depthprobe stages gpt2 --tokens 4096`
+    """
+    from depthprobe.report.files import check_writable
+
+    size = batch_number(batch_size)
+    if out is not None:
+        check_writable(out)
+
+    from depthprobe.ablations.curve import save_staging, show_staging
+    from depthprobe.ablations.run import SweepSettings
+    from depthprobe.ablations.staging import find_stages
+    from depthprobe.prepare import prepare
+    from depthprobe.progress import Bar, say
+
+    settings = SweepSettings(score_positions, seed, size)
+    settings.check()
+    say(f"Loading {checkpoint}")
+    model, corpus, anatomy = prepare(
+        checkpoint,
+        data,
+        tokens=tokens,
+        seq_len=seq_len,
+        seed=seed,
+        bos=bos,  # type: ignore[arg-type]
+        text_field=text_field,
+        dtype=dtype,
+        device=device,
+        revision=revision,
+        tokenizer=tokenizer,
+        trust_remote_code=trust_remote_code,
+    )
+    target = out or Path("reports") / model.name
+    check_writable(target)
+    with Bar("Searching", len(anatomy.stream) - limit + 1, "steps") as progress:
+        found = find_stages(
+            anatomy,
+            corpus,
+            combine=combine,  # type: ignore[arg-type]
+            limit=limit,
+            settings=settings,
+            progress=progress,
+        )
+    path = save_staging(found, target)
+    show_staging(found)
+    print(f"Curve: {path}")
