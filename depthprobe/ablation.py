@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
-import torch
 from torch import nn
 
 from depthprobe.ablations import kinds as _kinds
@@ -191,5 +190,4 @@ def select_sequences(corpus: Corpus, tokens: int) -> Corpus:
     """An evenly spread part of a corpus with about so many tokens."""
     count = max(1, min(corpus.sequences, tokens // corpus.tokens))
     rows = np.linspace(0, corpus.sequences - 1, count).round().astype(np.int64)
-    documents = None if corpus.documents is None else corpus.documents[rows]
-    return replace(corpus, inputs=corpus.inputs[torch.from_numpy(rows)], documents=documents)
+    return corpus.take(rows)

@@ -14,6 +14,7 @@ from depthprobe.commands.ablate import ablate
 from depthprobe.commands.analyze import analyze
 from depthprobe.commands.inspect import inspect
 from depthprobe.commands.metrics import metrics
+from depthprobe.commands.prune import prune
 from depthprobe.commands.stages import stages
 from depthprobe.errors import DepthprobeError
 
@@ -49,7 +50,7 @@ def _root(
     pass
 
 
-for command in (analyze, inspect, ablate, stages, metrics):
+for command in (analyze, inspect, ablate, stages, prune, metrics):
     app.command()(command)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,6 +50,12 @@ class Corpus:
     def tokens(self) -> int:
         """Number of tokens (positions) of each sequence."""
         return self.inputs.shape[1]
+
+    def take(self, rows: slice | np.ndarray) -> Corpus:
+        """Some of the sequences."""
+        documents = None if self.documents is None else self.documents[rows]
+        inputs = self.inputs[rows if isinstance(rows, slice) else torch.from_numpy(rows)]
+        return replace(self, inputs=inputs, documents=documents)
 
     @property
     def is_states(self) -> bool:

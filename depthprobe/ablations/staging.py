@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -103,7 +103,7 @@ def find_stages(
     if not 0 <= limit <= blocks:
         raise UsageError(f"--limit {limit}", f"0 to {blocks}")
     settings = settings or SweepSettings()
-    choose, score = _half(corpus, 0), _half(corpus, 1)
+    choose, score = corpus.take(slice(0, None, 2)), corpus.take(slice(1, None, 2))
     search = _Search(anatomy, choose, combine, settings)
     whole: Groups = tuple((i,) for i in range(blocks))
     best = {blocks: (0.0, whole)}
@@ -222,12 +222,6 @@ def _unigram(anatomy: Anatomy, corpus: Corpus) -> Tensor:
         vocabulary = stream.forward(sample).shape[-1]
     counts = torch.bincount(corpus.inputs.flatten(), minlength=vocabulary).double() + 1
     return (counts / counts.sum()).log().float().to(stream.checkpoint.device)
-
-
-def _half(corpus: Corpus, which: int) -> Corpus:
-    """Every second sequence."""
-    documents = None if corpus.documents is None else corpus.documents[which::2]
-    return replace(corpus, inputs=corpus.inputs[which::2], documents=documents)
 
 
 def _summary(
