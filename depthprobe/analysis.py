@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import transformers
 from torch import nn
 
+from depthprobe.ablation import default_sweep, select_sequences
 from depthprobe.anatomy import Block, Branch
 from depthprobe.checkpoint import Checkpoint, load
 from depthprobe.corpus import Corpus
@@ -40,6 +42,8 @@ def analyze(
     text_field: str = "text",
     interaction: bool = True,
     lens_positions: int = 1024,
+    ablations: bool = True,
+    ablation_tokens: int = 2048,
     progress: Progress | None = None,
     **loading: Any,
 ) -> Report:
@@ -61,7 +65,9 @@ def analyze(
         text_field: the field of JSON lines or a dataset that holds the text.
         interaction: run each block without its predecessor's update too, at the cost of two further passes.
         lens_positions: how many positions the logit lens reads out, 0 for none.
-        progress: called with (sequences done, sequences in all).
+        ablations: skip each block, merge and swap each two neighbours, and measure what it costs.
+        ablation_tokens: on how many of the tokens; a quarter of their positions is scored.
+        progress: called with (sequences done, sequences in all), then with (block evaluations done, in all).
         loading: further arguments of `load` (dtype, device, revision, trust_remote_code, …).
 
     Returns:
@@ -86,7 +92,14 @@ def analyze(
     )
     measured = measure(anatomy, corpus, settings, progress)
     options = {"tokens": tokens, "seq_len": seq_len, "bos": bos, "text_field": text_field} | vars(settings)
-    return build_report(checkpoint, corpus, anatomy, measured, settings, options)
+    options |= {"ablations": ablations, "ablation_tokens": ablation_tokens}
+    report = build_report(checkpoint, corpus, anatomy, measured, settings, options)
+    if not ablations:
+        return report
+    swept = default_sweep(
+        anatomy, select_sequences(corpus, ablation_tokens), seed, report.layers, report.pairs, progress
+    )
+    return replace(report, ablations=swept.table, merging=swept.merging)
 
 
 def inspect(model: str | Path | nn.Module | Checkpoint, data: Any = None, **loading: Any) -> dict[str, Any]:

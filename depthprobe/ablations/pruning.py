@@ -152,7 +152,7 @@ def write_pruned(anatomy: Anatomy, schedule: Schedule, folder: Path, inputs: Ten
     staging = folder.parent / f".depthprobe-{uuid.uuid4().hex}"
     try:
         pruned = _rebuilt(anatomy, order)
-        with undisturbed():
+        with undisturbed(local=True):
             pruned.save_pretrained(staging)
             if checkpoint.tokenizer is not None:
                 checkpoint.tokenizer.save_pretrained(staging)

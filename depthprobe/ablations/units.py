@@ -43,6 +43,10 @@ class Units:
             for unit in stage:
                 if unit.part in _NAMES:
                     self._branch(unit)
+            if len(stage) > 1 and schedule.combine == "weights":
+                shapes = [{n: p.shape for n, p in self._module(unit).named_parameters()} for unit in stage]
+                if any(other != shapes[0] for other in shapes):
+                    raise UsageError(f"averaged weights were asked for ({_text(stage)})", "blocks of the same shape")
             if len(stage) > 1 and schedule.combine == "branch-sum":
                 if not stage[0].part:
                     raise UsageError(
@@ -87,6 +91,9 @@ class Units:
         self.evaluations += 1
         if self.tick is not None:
             self.tick(self.evaluations)
+
+    def _module(self, unit: Unit) -> nn.Module:
+        return self.stream.blocks.modules[unit.layer]
 
     def _branch(self, unit: Unit) -> Branch:
         branch = self.anatomy.blocks[unit.layer].branch(_NAMES[unit.part])
@@ -140,7 +147,7 @@ class Units:
 
     def _averaged(self, stage: Stage) -> nn.Module:
         """A copy of the stage's first block with the mean of all its blocks' weights."""
-        blocks = [self.stream.blocks.modules[unit.layer] for unit in stage]
+        blocks = [self._module(unit) for unit in stage]
         merged = copy.deepcopy(blocks[0])
         with torch.no_grad():
             for name, parameter in merged.named_parameters():

@@ -110,6 +110,7 @@ def analyze(
     with Bar("Measuring", corpus.sequences) as progress:
         measured = measure(anatomy, corpus, settings, progress)
     options = {"tokens": tokens, "seq_len": seq_len, "bos": bos, "text_field": text_field} | vars(settings)
+    options |= {"ablations": ablations, "ablation_tokens": ablation_tokens}
     report = build_report(model, corpus, anatomy, measured, settings, options, command_line())
     if ablations:
         part = select_sequences(corpus, ablation_tokens)
