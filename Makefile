@@ -24,8 +24,9 @@ test: setup weights  ## set up, fetch the real models, then lint, check types an
 weights: setup  ## fetch the two real models (90 MB each) into .weights, unless they are there
 	$(BIN)/python scripts/fetch_weights.py
 
-bench: weights  ## measure what the probes cost beside bare forward passes
+bench: weights  ## measure what the probes cost beside bare forward passes, and a shared sweep beside the plain loop
 	$(BIN)/python analyses/bench_probes.py
+	$(BIN)/python analyses/bench_sweep.py
 
 lint: setup  ## check style and types
 	$(BIN)/ruff check
