@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 import torch
@@ -20,8 +21,9 @@ from depthprobe.verify import Anatomy
 __all__ = ["KAPPAS", "Point", "Staging", "find_stages", "stages_at"]
 
 KAPPAS = (0.01, 0.03, 0.1)
-EXHAUSTIVE = 12  # blocks up to which every contiguous partition is tried
-CANDIDATES = 8  # changes that a greedy step tries again, cheapest at the last count first
+EXHAUSTIVE = 12  # blocks up to which every contiguous partition is tried: 2^11 schedules
+DROPPING = 7  # blocks up to which that is done for every choice of blocks to keep: (3^7 - 1) / 2 schedules
+CANDIDATES = 6  # changes that a greedy step tries again, cheapest at the last count first
 Groups = tuple[tuple[int, ...], ...]
 Progress = Callable[[int, int], None]
 
@@ -80,9 +82,12 @@ def find_stages(
 ) -> Staging:
     """Merge and drop down to `limit` stages; choose on one half of the sequences, score on the other.
 
-    Up to 12 blocks, every partition into contiguous stages is tried as well. The greedy search starts from the whole
-    model; each step merges two neighbouring stages or drops a block, whichever costs least. Its first step tries all
-    changes, a later one those that were cheapest when last tried.
+    Up to 12 blocks, every partition into contiguous stages is tried as well, up to 7 with any of the blocks dropped.
+    The greedy search starts from the whole model; each step merges two neighbouring stages or drops a block, whichever
+    costs least. Its first step tries all changes, a later one those that are new or were cheapest when last tried.
+
+    The curve ends with no block at all where the search went down to one stage. A search that stops before that gives
+    a D(κ) of at least `limit`.
 
     Args:
         anatomy: a verified model with a next-token head.
@@ -115,11 +120,13 @@ def find_stages(
     searched = "greedy: merge two neighbouring stages or drop a block, whichever costs least"
     if blocks <= EXHAUSTIVE:
         searched += ", and every partition into contiguous stages"
+        searched += " of every choice of blocks" if blocks <= DROPPING else ""
         every = [g for g in _partitions(blocks) if limit <= len(g) < blocks]
         for groups, cost in zip(every, search.costs(every), strict=True):
             if len(groups) not in best or cost < best[len(groups)][0]:
                 best[len(groups)] = (cost, groups)
-    best[0] = (np.inf, ())  # no block at all: where the curve ends
+    if limit <= 1:
+        best[0] = (np.inf, ())  # no block at all: where the curve ends
     chosen = [best[count][1] for count in sorted(best, reverse=True)]
     unigram = _unigram(anatomy, corpus)
     swept = sweep(anatomy, score, [_schedule(groups, combine) for groups in chosen], settings, unigram=unigram)
@@ -167,6 +174,8 @@ class _Search:
         last: dict[tuple[str, tuple[int, ...]], float] = {}
         while len(groups) > limit:
             changes = _changes(groups)
+            if not changes:  # one stage of several blocks
+                return
             # A change's price moves little from step to step; one that was dear stays out of the next trial.
             known = sorted((key for key in changes if key in last), key=last.__getitem__)
             tried = [key for key in changes if key not in last] + known[:CANDIDATES]
@@ -198,15 +207,17 @@ def _changes(groups: Groups) -> dict[tuple[str, tuple[int, ...]], Groups]:
 
 
 def _partitions(blocks: int) -> Iterator[Groups]:
-    """Every split of the blocks into contiguous stages."""
-    for cuts in range(1 << (blocks - 1)):
-        groups: list[list[int]] = [[0]]
-        for block in range(1, blocks):
-            if cuts >> (block - 1) & 1:
-                groups.append([block])
-            else:
-                groups[-1].append(block)
-        yield tuple(map(tuple, groups))
+    """Every split of the blocks into contiguous stages; of few blocks, also with any of them dropped."""
+    for size in range(1 if blocks <= DROPPING else blocks, blocks + 1):
+        for kept in combinations(range(blocks), size):
+            for cuts in range(1 << (size - 1)):
+                groups = [[kept[0]]]
+                for place, block in enumerate(kept[1:]):
+                    if cuts >> place & 1:
+                        groups.append([block])
+                    else:
+                        groups[-1].append(block)
+                yield tuple(map(tuple, groups))
 
 
 def _schedule(groups: Groups, combine: Combine) -> Schedule:
