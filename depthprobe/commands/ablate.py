@@ -30,7 +30,7 @@ from depthprobe.commands.options import (
     check_figures,
     command_line,
 )
-from depthprobe.errors import OutputError
+from depthprobe.errors import DepthprobeError, OutputError
 
 if TYPE_CHECKING:
     from depthprobe.checkpoint import Checkpoint
@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from depthprobe.verify import Anatomy
 
 _WHAT = "What is changed"
+
+
+class _InterruptedError(DepthprobeError):
+    exit_code = 130
 
 
 def ablate(
@@ -111,6 +115,7 @@ def ablate(
     from depthprobe.ablation import default_schedules, run_ablations, sweep_cost
     from depthprobe.ablations.run import SweepSettings
     from depthprobe.ablations.schedule import parse
+    from depthprobe.ablations.units import Units
     from depthprobe.prepare import prepare
     from depthprobe.progress import Bar, say
     from depthprobe.report.screen import show
@@ -142,6 +147,8 @@ def ablate(
         controls=controls,
         seed=seed,
     )
+    for changed in chosen:  # before anything is measured
+        Units(anatomy).check(changed)
     target = out or Path("reports") / model.name
     check_writable(target)
     report = _report(model, corpus, anatomy, target, seed)
@@ -150,8 +157,11 @@ def ablate(
     kept = target / ".chunks"
     if not resume:
         shutil.rmtree(kept, ignore_errors=True)
-    with Bar("Ablating", total, "block evaluations") as progress:
-        found = run_ablations(anatomy, corpus, chosen, settings, progress, kept, report.layers, report.pairs)
+    try:
+        with Bar("Ablating", total, "block evaluations") as progress:
+            found = run_ablations(anatomy, corpus, chosen, settings, progress, kept, report.layers, report.pairs)
+    except KeyboardInterrupt:
+        raise _InterruptedError("interrupted", fix="finished chunks are kept, --resume goes on") from None
     run = {**report.run, "ablation_command": command_line()}
     path = replace(report, ablations=found.table, merging=found.merging, run=run).save(target, figures)  # type: ignore[arg-type]
     shutil.rmtree(kept, ignore_errors=True)
