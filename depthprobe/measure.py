@@ -38,7 +38,7 @@ class Settings:
         seed: of every random draw.
         interaction: run the next block on the state from before this one, at the cost of two further passes.
         lens_positions: how many positions the logit lens reads out; 0 for no lens.
-        keep_positions: how many positions' states are kept for centred cosines, CKA and linearity; None for 4,096,
+        keep_positions: how many positions' states are kept for centred cosines, CKA and linearity; None for 3,072,
             or six a dimension where that is more.
     """
 
@@ -113,7 +113,7 @@ def measure(anatomy: Anatomy, corpus: Corpus, settings: Settings, progress: Prog
     width = stream.blocks.width
     means = PerSequence(count)
     growth, similarity = Growth(means, width), Similarity(means)
-    budget = settings.keep_positions or max(4096, 6 * width)
+    budget = settings.keep_positions or max(3072, 6 * width)
     kept = KeptStates(count, corpus.tokens, settings.skip_first, budget, settings.seed)
     probes: list[Probe] = [growth, similarity, kept]
     notes: list[str] = []

@@ -139,16 +139,17 @@ def linearity(layer: int, pair: Pair) -> Iterator[Pooled]:
     counts = torch.tensor(np.diff(a.bounds), dtype=torch.float64)
     shift = torch.stack([part.sum(dim=0, dtype=torch.float64) for part in _parts(target, a.bounds)])
     folds = torch.arange(groups) % FOLDS
+    whole, joined = a.moment.sum(0), across.sum(0)
     for fold in range(FOLDS):
         fit = folds != fold
         n = counts[fit].sum()
         mean, centre = a.total[fit].sum(0) / n, shift[fit].sum(0) / n
-        square = a.moment[fit].sum(0).double() - n * mean.outer(mean)
-        goal = across[fit].sum(0).double() - n * mean.outer(centre)
+        square = (whole - a.moment[~fit].sum(0)).double() - n * mean.outer(mean)
+        goal = (joined - across[~fit].sum(0)).double() - n * mean.outer(centre)
         ridge = RIDGE * float(square.diagonal().mean()) + 1e-300
         square.diagonal().add_(ridge)
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(square))
-        weights, shrink = (inverse @ goal).float(), (ridge * inverse).float()
+        weights, shrink = inverse.float() @ goal.float(), (ridge * inverse).float()
         for g in torch.nonzero(~fit)[:, 0].tolist():
             rows = slice(a.bounds[g], a.bounds[g + 1])
             true = target[rows] - centre.float()

@@ -51,7 +51,8 @@ class Similarity:
                 self.means.add(key, batch.sequences, mean_tokens(both, batch.skip))
         self.previous = step.units
         self.states.append(self._direction(batch, step.z))
-        self.neighbours.append(_angle(self.states[-2], self.states[-1]))
+        # arccos is ill-conditioned near 1, where neighbours are; 1 − cos θ = 2 sin²(θ/2) is not.
+        self.neighbours.append(2 * (turned[:, batch.skip :] / 2).sqrt().asin().mean(dim=1))
 
     def end(self, batch: Batch) -> None:
         """Reduce the batch's Gram matrices to one angle and one cosine a pair and sequence."""
@@ -71,8 +72,7 @@ class Similarity:
                 cosines += gram.sum(dim=0).double().cpu() / tokens
                 angles += gram.acos_().sum(dim=0).double().cpu() / (math.pi * tokens)
             for layer, angle in enumerate(self.neighbours):
-                # arccos is ill-conditioned near 1, where neighbours are.
-                angles[layer, layer + 1] = angle[place].double().mean().cpu() / math.pi
+                angles[layer, layer + 1] = angle[place].cpu() / math.pi
             self.pairs["angular_distance"][sequence] = angles.numpy()[rows, columns]
             self.pairs["cosine"][sequence] = cosines.numpy()[rows, columns]
         self.states, self.previous, self.neighbours = [], {}, []
@@ -92,12 +92,6 @@ def one_less_cosine(block: Dots) -> Tensor:
     longer = (2 * block.su + block.uu) / (block.yy.sqrt() + block.ss.sqrt())
     small = (block.uu - longer.square()).clamp_min(0) / (2 * (block.ss * block.yy).sqrt())
     return torch.where(block.uu < block.ss / 4, small, 1 - cosine(block.ss + block.su, block.ss, block.yy))
-
-
-def _angle(a: Tensor, b: Tensor) -> Tensor:
-    """Angle between unit vectors in radians, exact for small ones (Kahan): 2 atan2(‖a − b‖, ‖a + b‖)."""
-    apart = torch.linalg.vector_norm(a - b, dim=-1)
-    return 2 * torch.atan2(apart, torch.linalg.vector_norm(a + b, dim=-1))
 
 
 class KeptStates:
