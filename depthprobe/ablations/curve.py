@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -44,7 +45,8 @@ def save_staging(found: Staging, folder: Path) -> Path:
         staging_frame(found).to_csv(temporary, index=False, lineterminator="\n")
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise OutputError(f"cannot write {path}: {error.strerror or error}", fix="choose another --out") from None
     return path
 

@@ -229,8 +229,8 @@ def _unigram(anatomy: Anatomy, corpus: Corpus) -> Tensor:
     """Log-probabilities of the corpus's own unigram, each id of the head's vocabulary counted once more than it is."""
     stream = anatomy.stream
     with torch.no_grad():
-        sample = corpus.inputs[:1, :2].to(stream.checkpoint.device)
-        vocabulary = stream.forward(sample).shape[-1]
+        entry = stream.enter(corpus.inputs[:1, :2].to(stream.checkpoint.device))
+        vocabulary = stream.readout(entry.x, entry.inputs).shape[-1]
     counts = torch.bincount(corpus.inputs.flatten(), minlength=vocabulary).double() + 1
     return (counts / counts.sum()).log().float().to(stream.checkpoint.device)
 
