@@ -15,6 +15,7 @@ from depthprobe.stream import Stream
 __all__ = ["EFFECTS", "Reference", "Scored", "state_distance"]
 
 EFFECTS = ("delta_loss", "kl", "top1_agreement")
+MASKED = 0.15  # share of the positions at which a masked language model is scored (Devlin et al. 2019)
 NEAR = 1e-2  # nats below which a difference of two logarithms is taken from their ratio instead
 
 
@@ -44,6 +45,30 @@ class Scored:
             positions = torch.from_numpy(np.stack(drawn))
         positions = positions.to(inputs.device)
         return cls(positions, inputs.gather(1, positions + 1), inputs.gather(1, positions))
+
+    @classmethod
+    def masked(
+        cls, inputs: Tensor, sequences: NDArray[np.int64], special: tuple[int, ...], mask: int, seed: int
+    ) -> tuple[Scored, Tensor]:
+        """A seeded 15 % of every sequence's positions, and the inputs with the mask token there.
+
+        Args:
+            inputs: ids `[batch, tokens]`.
+            sequences: their indices in the corpus; a draw is keyed by (seed, sequence).
+            special: ids that are never masked, such as CLS and SEP.
+            mask: the id of the mask token.
+            seed: of the draw.
+        """
+        count = max(1, round(MASKED * inputs.shape[1]))
+        drawn = []
+        for row, sequence in enumerate(sequences):
+            plain = np.flatnonzero(~np.isin(inputs[row].cpu().numpy(), special))
+            # Too few plain ids to draw from: then any position will do, so that every sequence scores as many.
+            eligible = plain if len(plain) >= count else np.arange(inputs.shape[1])
+            drawn.append(np.sort(key_rng(seed, int(sequence), 1 << 23).permutation(eligible)[:count]))
+        positions = torch.from_numpy(np.stack(drawn)).to(inputs.device)
+        hidden = inputs.scatter(1, positions, mask)
+        return cls(positions, inputs.gather(1, positions), hidden.gather(1, positions)), hidden
 
 
 class Reference:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -135,7 +137,7 @@ def sweep(
     units = Units(anatomy, tick)
     for schedule in schedules:
         units.check(schedule)
-    store = None if resume is None else _Store(resume, _identity(anatomy, corpus, schedules, settings, step))
+    store = None if resume is None else _Store(resume, _identity(anatomy, corpus, schedules, settings, step, unigram))
     trie = Trie.of(schedules)
     started, parts = time.perf_counter(), []
     stream, device = anatomy.stream, anatomy.stream.checkpoint.device
@@ -174,13 +176,16 @@ def _chunk(
     settings: SweepSettings,
     unigram: Tensor | None,
 ) -> dict[str, NDArray[np.float64]]:
-    stream = units.stream
+    stream, scored, tokenizer = units.stream, None, units.stream.checkpoint.tokenizer
+    mask = _mask_token(units.anatomy)
+    if _scores(units.anatomy) and tokenizer is not None and mask is not None:
+        special = tuple(tokenizer.all_special_ids)
+        scored, inputs = Scored.masked(inputs, sequences, special, mask, settings.seed)
+    elif _scores(units.anatomy):
+        scored = Scored.next_token(inputs, sequences, settings.score_positions, settings.seed)
 
     def reference(last: Tensor) -> Reference | None:
-        if units.anatomy.objective != "causal" or not units.anatomy.reads_positions_apart:
-            return None
-        scored = Scored.next_token(inputs, sequences, settings.score_positions, settings.seed)
-        return Reference(stream, last, scored, unigram)
+        return None if scored is None else Reference(stream, last, scored, unigram)
 
     def direction(layer: int, like: Tensor) -> Tensor:
         drawn = [key_rng(settings.seed, int(s), (1 << 22) + layer).standard_normal(like.shape[1:]) for s in sequences]
@@ -201,28 +206,55 @@ def _chunk(
     return part if to_unigram is None else part | {"unigram_kl": to_unigram}
 
 
+def _mask_token(anatomy: Anatomy) -> int | None:
+    """The id that hides a token from a masked language model; None for other models, or where it is not known."""
+    tokenizer = anatomy.stream.checkpoint.tokenizer
+    return getattr(tokenizer, "mask_token_id", None) if anatomy.objective == "masked" else None
+
+
+def _scores(anatomy: Anatomy) -> bool:
+    """Whether predictions can be compared, and not the last state alone."""
+    known = anatomy.objective == "causal" or _mask_token(anatomy) is not None
+    return known and anatomy.reads_positions_apart
+
+
 def _notes(anatomy: Anatomy) -> list[str]:
-    if anatomy.objective == "causal" and anatomy.reads_positions_apart:
-        return []
-    why = "the model has no language-model head" if anatomy.objective is None else "its head is not a next-token one"
+    if _scores(anatomy):
+        return [] if anatomy.objective == "causal" else ["Effects are taken at a seeded 15 % of positions, masked."]
+    if anatomy.objective is None:
+        why = "the model has no language-model head"
+    elif anatomy.objective == "masked" and _mask_token(anatomy) is None:
+        why = "which id masks a token is not known without a tokenizer"
+    else:
+        why = "its readout of a position depends on other positions"
     return [f"Ablations are measured by state_distance alone: {why}."]
 
 
 def _identity(
-    anatomy: Anatomy, corpus: Corpus, schedules: list[Schedule], settings: SweepSettings, step: int
+    anatomy: Anatomy,
+    corpus: Corpus,
+    schedules: list[Schedule],
+    settings: SweepSettings,
+    step: int,
+    unigram: Tensor | None,
 ) -> dict[str, Any]:
     """Everything that the numbers of a chunk depend on."""
     checkpoint = anatomy.stream.checkpoint
     weights = hashlib.sha256()
-    for name, parameter in checkpoint.model.named_parameters():
-        sample = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)].float().cpu().numpy()
-        weights.update(name.encode() + sample.tobytes())
+    for name, tensor in (*checkpoint.model.named_parameters(), *checkpoint.model.named_buffers()):
+        # A sum notices one changed weight, a sample changed places; hashing every byte would take as long as a sweep.
+        values = tensor.detach().flatten()
+        sample = values[:: max(1, values.numel() // 64)].double().cpu().numpy()
+        weights.update(name.encode() + sample.tobytes() + values.sum(dtype=torch.float64).cpu().numpy().tobytes())
+    config = getattr(checkpoint.model, "config", None)
     return {
         "model": checkpoint.name,
         "weights": weights.hexdigest(),
+        "attention": getattr(config, "_attn_implementation", None),
         "dtype": str(checkpoint.dtype),
         "device": checkpoint.device.type,
-        "corpus": hashlib.sha256(corpus.inputs.numpy().tobytes()).hexdigest(),
+        "corpus": _digest(corpus.inputs),
+        "unigram": None if unigram is None else _digest(unigram),
         "schedules": [[str(schedule), schedule.combine] for schedule in schedules],
         "score_positions": settings.score_positions,
         "seed": settings.seed,
@@ -231,6 +263,11 @@ def _identity(
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+
+
+def _digest(values: Tensor) -> str:
+    array = values.cpu().numpy()
+    return hashlib.sha256(f"{array.dtype} {array.shape} ".encode() + array.tobytes()).hexdigest()
 
 
 class _Store:
@@ -243,7 +280,7 @@ class _Store:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if home.exists():
-                before = json.loads(home.read_text())
+                before = dict(json.loads(home.read_text()))
                 odd = [name for name in identity if before.get(name) != identity[name]]
                 if odd:
                     raise OutputError(
@@ -253,23 +290,26 @@ class _Store:
                     )
             else:
                 _write(home, text.encode())
-        except ValueError:
+        except (ValueError, TypeError):
             raise OutputError(f"{home} is not readable", fix="remove the folder to start anew") from None
         except OSError as error:
             raise OutputError(f"cannot keep chunks in {folder}: {error.strerror or error}") from None
 
     def load(self, start: int) -> dict[str, NDArray[np.float64]] | None:
-        """The chunk that begins at a sequence, None where it was not finished."""
+        """The chunk that begins at a sequence, None where it was not finished or is damaged."""
         path = self.folder / f"{start:08d}.npz"
         if not path.exists():
             return None
-        with np.load(path, allow_pickle=False) as data:
-            return {name: data[name] for name in data.files}
+        try:
+            with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as data:
+                return {name: data[name] for name in data.files}
+        except (BadZipFile, ValueError, EOFError):
+            return None
+        except OSError as error:
+            raise OutputError(f"cannot read {path}: {error.strerror or error}") from None
 
     def save(self, start: int, part: dict[str, NDArray[np.float64]]) -> None:
         """Keep a finished chunk."""
-        import io
-
         buffer = io.BytesIO()
         np.savez(buffer, **part)  # type: ignore[arg-type]
         _write(self.folder / f"{start:08d}.npz", buffer.getvalue())
