@@ -13,7 +13,6 @@ from sklearn.model_selection import PredefinedSplit
 from torch import Tensor, nn
 
 import depthprobe
-from depthprobe.errors import NonFiniteError
 from depthprobe.estimate import PerSequence
 from depthprobe.measure import Measured, Settings, measure
 from depthprobe.prepare import prepare
@@ -299,66 +298,3 @@ class TestHalfPrecision:
             rows = both[both["metric"] == metric]
             if metric != "lens_loss" or name != "bert":
                 assert rows["value"].to_numpy() == pytest.approx(rows["value_full"].to_numpy(), rel=tolerance), metric
-
-
-def overflow(model: nn.Module) -> nn.Module:
-    """Block 1's MLP writes about 10⁵: float16 ends at 65,504."""
-    with torch.no_grad():
-        model.model.layers[1].mlp.down_proj.weight.mul_(1e5)
-    return model
-
-
-class TestNotFinite:
-    def test_the_block_and_the_dtype_are_named(self) -> None:
-        with pytest.raises(NonFiniteError) as caught:
-            depthprobe.analyze(overflow(build("llama", "sdpa")).half(), data=ids(4, 20), device="cpu")
-        message = str(caught.value)
-        assert "block 1" in message
-        assert "float16" in message
-        assert "--dtype float32" in message
-        assert "\n" not in message
-
-    def test_float32_of_the_same_model_is_fine(self) -> None:
-        depthprobe.analyze(overflow(build("llama")), data=ids(4, 20), device="cpu")
-
-    def test_a_damaged_weight(self) -> None:
-        model = build("llama")
-        with torch.no_grad():
-            model.model.layers[2].self_attn.o_proj.weight[0, 0] = float("nan")
-        with pytest.raises(NonFiniteError, match="block 2"):
-            depthprobe.analyze(model, data=ids(4, 20), device="cpu")
-
-    def test_in_a_later_batch_than_the_one_that_was_verified(self) -> None:
-        """One rare token, in the last sequence only, is too large for the second block."""
-        torch.manual_seed(0)
-        model = Cubes().half()
-        with torch.no_grad():
-            model.embed.weight[90] = 200
-        inputs = ids(8, 20, vocab=80)
-        inputs[7, 5] = 90
-        with pytest.raises(NonFiniteError, match=r"block 1 .*float16.*sequence 7, position 5"):
-            depthprobe.analyze(model, data=inputs, batch_size=3, device="cpu")
-
-
-class Cube(nn.Module):
-    """x + g x³: of 100, a million."""
-
-    def __init__(self, gain: float) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.tensor(gain))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.gain * x * x * x
-
-
-class Cubes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(96, 32), nn.Linear(32, 96)
-        self.blocks = nn.ModuleList([Cube(1e-4), Cube(0.1), Cube(0.1)])
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        x = self.embed(inputs) * 0.5
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
