@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from depthprobe.ablations.sweep import Trie, planned_evaluations, run_batch
 from depthprobe.ablations.units import Units
 from depthprobe.corpus import Corpus
 from depthprobe.prepare import prepare
+from depthprobe.stream import Entry
 from depthprobe.verify import Anatomy
 
 DEFAULT = ".weights/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -97,13 +99,19 @@ def plain_loop(
                 scored = Scored.next_token(inputs, np.arange(start, start + len(inputs)), share, 0)
                 reference = Reference(stream, last, scored)
             for schedule in schedules:
-                x = entry.x
-                for stage in schedule.stages:
-                    x = units.stage(entry, stage, schedule.combine, x, lambda unit, x=x: units.unit(entry, unit, x))  # type: ignore[misc]
+                x = full_pass(units, entry, schedule)
                 if reference is not None:
                     reference.compare(x)
                 else:
                     state_distance(x, last)
+
+
+def full_pass(units: Units, entry: Entry, schedule: Schedule) -> torch.Tensor:
+    """x_L `[batch, tokens, width]` of one schedule, with nothing shared."""
+    x = entry.x
+    for stage in schedule.stages:
+        x = units.stage(entry, stage, schedule.combine, x, partial(units.unit, entry, x=x))
+    return x
 
 
 def shared_layers(units: Units, corpus: Corpus, schedules: list[Schedule]) -> None:
@@ -134,10 +142,8 @@ def alternate(what: str, units: Units, shared: Callable[[], object], plain: Call
         )
     for name, taken in (("time", clock), ("CPU time", cpu)):
         ratios = [s / p for s, p in zip(taken["shared"], taken["plain"], strict=True)]
-        print(
-            f"    shared / plain, {name}: median {statistics.median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f}",
-            flush=True,
-        )
+        middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
+        print(f"    shared / plain, {name}: median {middle:.3f}, {low:.3f} to {high:.3f}", flush=True)
 
 
 def _count(units: Units) -> Callable[[int, int], None]:
