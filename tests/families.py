@@ -11,7 +11,10 @@ import torch
 import transformers as T
 from torch import nn
 
-__all__ = ["EMBEDDED", "FAMILIES", "IDS", "MINILM", "SMOLLM2", "VOCAB", "Family", "build", "ids", "shake"]
+import depthprobe
+from depthprobe import Report
+
+__all__ = ["EMBEDDED", "FAMILIES", "IDS", "MINILM", "SMOLLM2", "VOCAB", "Family", "analyze", "build", "ids", "shake"]
 
 REPO = Path(__file__).resolve().parents[1]
 SMOLLM2 = REPO / ".weights" / "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -136,6 +139,11 @@ def shake(model: nn.Module) -> nn.Module:
             else:
                 parameter.mul_(5)
     return model.eval()
+
+
+def analyze(model: Any, data: Any, **options: Any) -> Report:
+    """The unmodified run alone, on the CPU."""
+    return depthprobe.analyze(model, data, **{"device": "cpu", "ablations": False, **options})
 
 
 def ids(sequences: int, tokens: int, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:

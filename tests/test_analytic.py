@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import families
 import numpy as np
 import pytest
 import torch
 from families import FAMILIES, build, ids
 from torch import Tensor, nn
 
-import depthprobe
 from depthprobe import Report
 
 WIDTH = 32
@@ -46,7 +46,7 @@ def states(sequences: int = 12, tokens: int = 20, width: int = WIDTH, seed: int 
 
 
 def analyze(updates: list[Callable[[Tensor], Tensor]], x: Tensor | None = None, **options: object) -> Report:
-    return depthprobe.analyze(Net(updates), data=states() if x is None else x, device="cpu", **options)
+    return families.analyze(Net(updates), states() if x is None else x, **options)
 
 
 def column(report: Report, metric: str) -> np.ndarray:
@@ -125,7 +125,7 @@ class TestGrowth:
     @pytest.mark.parametrize("name", ["llama", "bert", "gemma3", "neox"])
     def test_the_decomposition_adds_up(self, name: str) -> None:
         assert name in FAMILIES
-        report = depthprobe.analyze(build(name), data=ids(5, 24), device="cpu")
+        report = families.analyze(build(name), data=ids(5, 24), device="cpu")
         parts = report.growth["decomposition"]
         assert [part["layer"] for part in parts] == [0, 1, 2, 3]
         for part in parts:

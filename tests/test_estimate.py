@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from families import build, ids
+from families import analyze, build, ids
 from numpy.typing import NDArray
 from scipy import stats
 
-import depthprobe
 from depthprobe.corpus import Corpus
 from depthprobe.estimate import PerSequence, Resampler, jackknife
 
@@ -107,8 +106,7 @@ class TestDocuments:
         model, rows = build("llama"), ids(8, 24).repeat_interleave(4, dim=0)
         corpora = (Corpus(rows, documents, "made", "0", "as it is") for documents in (None, np.repeat(np.arange(8), 4)))
         naive, clustered = (
-            depthprobe.analyze(model, data=corpus, interaction=False, lens_positions=0, device="cpu").layers
-            for corpus in corpora
+            analyze(model, data=corpus, interaction=False, lens_positions=0, device="cpu").layers for corpus in corpora
         )
         rows_of = [t[t["metric"] == "update_ratio"] for t in (naive, clustered)]
         widths = [(t["ci_high"] - t["ci_low"]).mean() for t in rows_of]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import EMBEDDED, FAMILIES, IDS, build, ids
+from families import EMBEDDED, FAMILIES, IDS, analyze, build, ids
 from torch import Tensor, nn
 
 import depthprobe
@@ -112,7 +112,7 @@ class TestEveryFamily:
         assert [check.name for check in anatomy.checks][:2] == ["blocks", "branches"]
         assert all(check.passed for check in anatomy.checks)
         assert distance(block_by_block(anatomy), own_output(model)) <= 5e-5
-        report = depthprobe.analyze(model, data=ids(4, 24), device="cpu")
+        report = analyze(model, data=ids(4, 24), device="cpu")
         assert not any(metric.startswith("lens") for metric in report.layers["metric"])
         assert any("lens" in note for note in report.notes)
 
@@ -216,7 +216,7 @@ class TestBranches:
 
     def test_leave_no_hooks_behind(self) -> None:
         model = build("falcon")
-        depthprobe.analyze(model, data=ids(4, 24), device="cpu")
+        analyze(model, data=ids(4, 24), device="cpu")
         for name, module in model.named_modules():
             assert not module._forward_hooks, name
             assert not module._forward_pre_hooks, name

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import families
 import numpy as np
 import pandas as pd
 import pytest
@@ -14,7 +15,6 @@ import torch
 from families import build, ids
 from torch import Tensor, nn
 
-import depthprobe
 from depthprobe import Checkpoint, Report
 from depthprobe.measure import Settings, measure
 from depthprobe.prepare import prepare
@@ -26,7 +26,7 @@ DRAWN = ("interaction_error_control", "linearity", "linearity_update")
 
 
 def analyze(model: nn.Module | Checkpoint, inputs: Tensor, **options: object) -> Report:
-    return depthprobe.analyze(model, data=inputs, device="cpu", **{"tokens": inputs.numel(), **options})
+    return families.analyze(model, inputs, **{"tokens": inputs.numel(), **options})
 
 
 def compare(a: Report, b: Report, tolerance: float, columns: tuple[str, ...] = ("value", "ci_low", "ci_high")) -> None:
@@ -158,7 +158,7 @@ class Model(nn.Module):
 
 tokens = int(sys.argv[1])
 ids = torch.randint(0, 96, (tokens // 256, 256))
-depthprobe.analyze(Model(), data=ids, tokens=tokens, device="cpu")
+depthprobe.analyze(Model(), data=ids, tokens=tokens, ablation_tokens=1024, device="cpu")
 print("peak MiB", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 """
 

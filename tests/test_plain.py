@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import EMBEDDED, build, ids
+from families import EMBEDDED, analyze, build, ids
 from torch import Tensor, nn
 
 import depthprobe
@@ -225,16 +225,14 @@ class TestTinyModels:
     @pytest.mark.parametrize("name", TINY)
     def test_every_row(self, name: str, skip: int) -> None:
         model, inputs = build(name), ids(3, 21)
-        report = depthprobe.analyze(
-            model, data=inputs, skip_first=skip, batch_size=2, lens_positions=3 * 21, device="cpu"
-        )
+        report = analyze(model, data=inputs, skip_first=skip, batch_size=2, lens_positions=3 * 21, device="cpu")
         compare(report, plain(model, TINY[name], inputs, skip))
 
     @pytest.mark.parametrize("name", ["llama", "gpt2", "neox"])
     def test_the_last_state_is_the_one_before_the_final_norm(self, name: str) -> None:
         """transformers' hidden_states[-1] has been through it: the two must be told apart, and the right one taken."""
         model, inputs = build(name), ids(3, 21)
-        report = depthprobe.analyze(model, data=inputs, device="cpu")
+        report = analyze(model, data=inputs, device="cpu")
         with torch.no_grad():
             normalised = model(input_ids=inputs, output_hidden_states=True).hidden_states[-1]
         wrong = float(normalised[:, 1:].norm(dim=-1).mean())
@@ -247,7 +245,7 @@ class TestTinyModels:
         """With a budget the lens reads some positions; over many sequences it must come to the same as all of them."""
         model, inputs = build("llama"), ids(64, 21)
         some, every = (
-            depthprobe.analyze(model, data=inputs, lens_positions=n, interaction=False, device="cpu").layers.query(
+            analyze(model, data=inputs, lens_positions=n, interaction=False, device="cpu").layers.query(
                 "metric == 'lens_loss'"
             )
             for n in (640, 64 * 20)
@@ -265,7 +263,7 @@ class TestEmbedded:
     def test_every_row(self) -> None:
         checkpoint = depthprobe.load(EMBEDDED, device="cpu")
         inputs = encoded(checkpoint, 2, 48)
-        report = depthprobe.analyze(checkpoint, data=inputs, lens_positions=96)
+        report = analyze(checkpoint, data=inputs, lens_positions=96)
         compare(report, plain(checkpoint.model, GPT2, inputs))
 
 
@@ -284,7 +282,7 @@ def inputs(smollm2: Checkpoint) -> Tensor:
 
 @pytest.fixture(scope="module")
 def report(smollm2: Checkpoint, inputs: Tensor) -> Report:
-    return depthprobe.analyze(smollm2, data=inputs, lens_positions=2 * 63)
+    return analyze(smollm2, data=inputs, lens_positions=2 * 63)
 
 
 @pytest.mark.real
@@ -308,7 +306,7 @@ class TestSmolLM2:
         assert sinks[0]["first_layer"] <= min(layers)
         assert sinks[0]["last_layer"] >= max(layers)
         assert residual(report)[5:25].max() < 1000
-        whole = depthprobe.analyze(smollm2, data=inputs, skip_first=0, interaction=False, lens_positions=0)
+        whole = analyze(smollm2, data=inputs, skip_first=0, interaction=False, lens_positions=0)
         # It is there from block 12 to the end but for the last ones; 22,000 over 64 positions is about 340 each.
         assert (residual(whole)[12:25] > residual(report)[12:25] + 250).all()
         skipped = {(s["metric"], s["layer"]): s for s in report.skipped}
@@ -334,6 +332,6 @@ class TestSmolLM2:
 class TestMiniLM:
     def test_every_row(self, minilm: Checkpoint) -> None:
         inputs = encoded(minilm, 3, 48)
-        report = depthprobe.analyze(minilm, data=inputs)
+        report = analyze(minilm, data=inputs)
         compare(report, plain(minilm.model, MINILM, inputs))
         assert report.model["objective"] is None

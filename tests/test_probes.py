@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from families import build, ids
+from families import analyze, build, ids
 from numpy.typing import NDArray
 from scipy import stats
 from sklearn.linear_model import Ridge
 from sklearn.model_selection import PredefinedSplit
 from torch import Tensor, nn
 
-import depthprobe
 from depthprobe.estimate import PerSequence
 from depthprobe.measure import Measured, Settings, measure
 from depthprobe.prepare import prepare
@@ -239,7 +238,7 @@ class TestLens:
         assert len(set(chosen)) > 1
 
     def test_ends_where_the_model_does(self) -> None:
-        report = depthprobe.analyze(build("bert"), data=ids(4, 20), device="cpu")
+        report = analyze(build("bert"), data=ids(4, 20), device="cpu")
         last = report.layers.query("layer == 3").set_index("metric")["value"]
         assert last["lens_kl"] == 0
         assert last["lens_top1"] == 1
@@ -247,7 +246,7 @@ class TestLens:
         assert any("lens_loss was left out" in note for note in report.notes)
 
     def test_can_be_left_out(self) -> None:
-        report = depthprobe.analyze(build("llama"), data=ids(4, 20), lens_positions=0, device="cpu")
+        report = analyze(build("llama"), data=ids(4, 20), lens_positions=0, device="cpu")
         assert not report.layers["metric"].str.startswith("lens").any()
 
 
@@ -272,7 +271,7 @@ class TestHalfPrecision:
         assert floors["update_ratio"] < torch.finfo(dtype).eps
 
     def test_full_precision_has_none(self) -> None:
-        assert depthprobe.analyze(build("llama"), data=ids(4, 20), device="cpu").resolution == {}
+        assert analyze(build("llama"), data=ids(4, 20), device="cpu").resolution == {}
 
     @pytest.mark.parametrize("name", ["llama", "bert", "granite", "neox"])
     def test_bfloat16_gives_nearly_the_numbers_of_float32(self, name: str) -> None:
@@ -280,7 +279,7 @@ class TestHalfPrecision:
         full = build(name, "sdpa")
         full.load_state_dict({key: value.float() for key, value in half.state_dict().items()})
         inputs = ids(8, 24)
-        low, high = (depthprobe.analyze(model, data=inputs, device="cpu") for model in (half, full))
+        low, high = (analyze(model, data=inputs, device="cpu") for model in (half, full))
         assert low.model["dtype"] == "bfloat16"
         assert low.resolution
         assert all(check["passed"] for check in low.verification)
