@@ -131,7 +131,9 @@ class Reference:
             near = kl.abs() < NEAR
             if bool(near.any()):
                 chance, c = self.chance[index][near], apart[near][:, None] - gap[near]
-                kl[near] = (chance * torch.expm1(c)).sum(dim=-1).log1p() - (chance * c).sum(dim=-1)
+                exact = (chance * torch.expm1(c)).sum(dim=-1).log1p() - (chance * c).sum(dim=-1)
+                # A token of no probability that gains more nats than float32 has exponents leaves 0 · ∞.
+                kl[near] = torch.where(exact.isfinite(), exact, kl[near])
                 shift[near] = kl[near] - apart[near]
             kls.append(kl.clamp_min(0))
             losses.append(_at(gap, targets) + shift)
