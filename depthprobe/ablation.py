@@ -104,7 +104,8 @@ def ablate(
     _, corpus, anatomy = prepare(
         model, data, tokens=tokens, seq_len=seq_len, seed=seed, bos=bos, text_field=text_field, **loading
     )
-    chosen = default_schedules(len(anatomy.stream), controls=controls) if given is None else given
+    blocks, post_ln = len(anatomy.stream), anatomy.post_ln
+    chosen = default_schedules(blocks, controls=controls, post_ln=post_ln) if given is None else given
     return run_ablations(anatomy, corpus, chosen, settings, progress, None if resume is None else Path(resume))
 
 
@@ -116,12 +117,22 @@ def default_schedules(
     span: int = 2,
     combine: Combine = "sum",
     controls: bool = True,
+    post_ln: bool = False,
     seed: int = 0,
 ) -> list[Schedule]:
-    """All schedules of some kinds, with the controls of adjacent merges where there are any; each once."""
+    """All schedules of some kinds, with the controls of adjacent merges where there are any; each once.
+
+    Adding up post-LN blocks keeps each one's normalisation as part of its update and penalises them by construction, so
+    with `post_ln` their merges are made in every way: sum and mean of blocks, and attentions first, then MLPs, with
+    the sum and with one norm over the sum of the branches.
+    """
     if blocks == 1:  # one block has no neighbour
         kinds = tuple(kind for kind in kinds if kind in ("skip", "repeat", "parallel"))
     made = _kinds.schedules(blocks, kinds, unit, span, combine, seed)
+    if post_ln and "merge" in kinds and unit == "block":
+        made += _kinds.schedules(blocks, ("merge",), span=span, combine="mean")
+        for way in ("sum", "branch-sum"):
+            made += _kinds.schedules(blocks, ("attention-first",), span=span, combine=way)
     if controls and "merge" in kinds and unit == "block":
         made += _kinds.controls(blocks)
     unique = {(s.stages, s.combine if s.merges else ""): s for s in reversed(made)}
@@ -170,7 +181,7 @@ def default_sweep(
     progress: Progress | None = None,
 ) -> Ablations:
     """What `analyze` runs: single skips, adjacent merges and swaps, a quarter of the positions scored."""
-    schedules = default_schedules(len(anatomy.stream), controls=False)
+    schedules = default_schedules(len(anatomy.stream), controls=False, post_ln=anatomy.post_ln)
     settings = SweepSettings(score_positions=ANALYZE_SHARE, seed=seed)
     return run_ablations(anatomy, corpus, schedules, settings, progress, layers=layers, pairs=pairs)
 

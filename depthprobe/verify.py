@@ -56,6 +56,11 @@ class Anatomy:
     reads_positions_apart: bool
     notes: tuple[str, ...]
 
+    @property
+    def post_ln(self) -> bool:
+        """Whether both sublayers of every block were found, and all are post-LN."""
+        return all(len(b.branches) == 2 and all(u.placement == "post" for u in b.branches) for b in self.blocks)
+
 
 def floor(checkpoint: Checkpoint) -> float:
     """The largest relative difference that rounding may leave: by dtype, and by attention kernel in float32."""

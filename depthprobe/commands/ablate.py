@@ -145,6 +145,7 @@ def ablate(
         span=span,
         combine=combine,  # type: ignore[arg-type]
         controls=controls,
+        post_ln=anatomy.post_ln,
         seed=seed,
     )
     for changed in chosen:  # before anything is measured

@@ -114,7 +114,9 @@ def analyze(
     report = build_report(model, corpus, anatomy, measured, settings, options, command_line())
     if ablations:
         part = select_sequences(corpus, ablation_tokens)
-        total, cost = sweep_cost(anatomy, part, default_schedules(len(anatomy.stream), controls=False))
+        total, cost = sweep_cost(
+            anatomy, part, default_schedules(len(anatomy.stream), controls=False, post_ln=anatomy.post_ln)
+        )
         say(f"Ablations: {cost}")
         with Bar("Ablating", total, "block evaluations") as progress:
             swept = default_sweep(anatomy, part, seed, report.layers, report.pairs, progress)
