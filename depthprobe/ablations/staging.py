@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from depthprobe.ablations.run import SweepSettings, Swept, sweep
-from depthprobe.ablations.schedule import Combine, Schedule, Unit
+from depthprobe.ablations.schedule import Combine, Schedule, Stage, Unit
 from depthprobe.corpus import Corpus
 from depthprobe.errors import UsageError
 from depthprobe.estimate import Interval, Resampler
@@ -24,7 +24,9 @@ KAPPAS = (0.01, 0.03, 0.1)
 EXHAUSTIVE = 12  # blocks up to which every contiguous partition is tried: 2^11 schedules
 DROPPING = 7  # blocks up to which that is done for every choice of blocks to keep: (3^7 - 1) / 2 schedules
 CANDIDATES = 6  # changes that a greedy step tries again, cheapest at the last count first
+POST_LN = ("branch-sum", "attention-first")  # a sum of post-LN blocks keeps each one's norm as part of its update
 Groups = tuple[tuple[int, ...], ...]
+Best = dict[int, tuple[float, Groups]]  # stages → the cheapest grouping and its cost
 Progress = Callable[[int, int], None]
 
 
@@ -64,7 +66,7 @@ class Staging:
 
     units: int
     points: tuple[Point, ...]
-    combine: Combine
+    combine: str
     searched: str
     unigram_kl: float
     depth: dict[float, Interval]
@@ -75,7 +77,7 @@ def find_stages(
     anatomy: Anatomy,
     corpus: Corpus,
     *,
-    combine: Combine = "sum",
+    combine: str = "auto",
     limit: int = 1,
     settings: SweepSettings | None = None,
     progress: Progress | None = None,
@@ -92,7 +94,9 @@ def find_stages(
     Args:
         anatomy: a verified model with a next-token head.
         corpus: at least two sequences.
-        combine: `sum`, or `mean`.
+        combine: what a stage of several blocks does: `sum`, `mean`; `attention-first`, all attentions and then all
+            MLPs, each summed; `branch-sum`, the same with one norm over the sum of the branches, for post-LN; `auto` is
+            `sum`, and for post-LN the better of the last two, told by the half that chooses.
         limit: fewest stages.
         settings: how sweeps are run.
         progress: called with (stages done with, stages in all).
@@ -107,32 +111,38 @@ def find_stages(
         raise UsageError("one half of the sequences chooses and the other scores; there is one", "at least 2 sequences")
     if not 0 <= limit <= blocks:
         raise UsageError(f"--limit {limit}", f"0 to {blocks}")
+    if combine not in ("auto", "sum", "mean", *POST_LN):
+        raise UsageError(f"--combine {combine}", f"auto, sum, mean, {', '.join(POST_LN)}")
     settings = settings or SweepSettings()
     choose, score = corpus.take(slice(0, None, 2)), corpus.take(slice(1, None, 2))
-    search = _Search(anatomy, choose, combine, settings)
-    whole: Groups = tuple((i,) for i in range(blocks))
-    best = {blocks: (0.0, whole)}
-    for count, cost, groups in search.greedy(whole, limit):
-        if count not in best or cost < best[count][0]:
-            best[count] = (cost, groups)
-        if progress is not None:
-            progress(blocks - count, blocks - limit + 1)
     searched = "greedy: merge two neighbouring stages or drop a block, whichever costs least"
     if blocks <= EXHAUSTIVE:
         searched += ", and every partition into contiguous stages"
         searched += " of every choice of blocks" if blocks <= DROPPING else ""
-        every = [g for g in _partitions(blocks) if limit <= len(g) < blocks]
-        for groups, cost in zip(every, search.costs(every), strict=True):
-            if len(groups) not in best or cost < best[len(groups)][0]:
-                best[len(groups)] = (cost, groups)
+    ways = (combine,) if combine != "auto" else POST_LN if anatomy.post_ln else ("sum",)
+    steps, evaluations = blocks - limit + 1, 0
+    tried: dict[str, Best] = {}
+    for place, way in enumerate(ways):
+        search = _Search(anatomy, choose, way, settings)
+
+        def step(done: int, place: int = place) -> None:
+            if progress is not None:
+                progress(place * steps + done, len(ways) * steps)
+
+        tried[way] = search.down_to(limit, step)
+        evaluations += search.evaluations
+    combine = min(tried, key=lambda way: float(np.mean([cost for cost, _ in tried[way].values()])))
+    if len(ways) > 1:
+        searched += f"; the better of {' and '.join(ways)} was {combine}"
+    best = tried[combine]
     if limit <= 1:
         best[0] = (np.inf, ())  # no block at all: where the curve ends
     chosen = [best[count][1] for count in sorted(best, reverse=True)]
     unigram = _unigram(anatomy, corpus)
     swept = sweep(anatomy, score, [_schedule(groups, combine) for groups in chosen], settings, unigram=unigram)
     if progress is not None:
-        progress(blocks - limit + 1, blocks - limit + 1)
-    return _summary(anatomy, score, chosen, combine, searched, swept, search.evaluations, settings.seed)
+        progress(len(ways) * steps, len(ways) * steps)
+    return _summary(anatomy, score, chosen, combine, searched, swept, evaluations, settings.seed)
 
 
 def stages_at(kappa: float, counts: NDArray[np.float64], relative: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -157,9 +167,28 @@ def stages_at(kappa: float, counts: NDArray[np.float64], relative: NDArray[np.fl
 class _Search:
     """Costs of groupings on the half that chooses."""
 
-    def __init__(self, anatomy: Anatomy, corpus: Corpus, combine: Combine, settings: SweepSettings) -> None:
+    def __init__(self, anatomy: Anatomy, corpus: Corpus, combine: str, settings: SweepSettings) -> None:
         self.anatomy, self.corpus, self.combine, self.settings = anatomy, corpus, combine, settings
         self.evaluations = 0
+
+    def down_to(self, limit: int, step: Callable[[int], None]) -> Best:
+        """The cheapest grouping found for every count from all blocks to `limit` stages."""
+        blocks = len(self.anatomy.stream)
+        whole: Groups = tuple((i,) for i in range(blocks))
+        best: Best = {blocks: (0.0, whole)}
+
+        def offer(groups: Groups, cost: float) -> None:
+            if len(groups) not in best or cost < best[len(groups)][0]:
+                best[len(groups)] = (cost, groups)
+
+        for count, cost, groups in self.greedy(whole, limit):
+            offer(groups, cost)
+            step(blocks - count)
+        if blocks <= EXHAUSTIVE:
+            every = [groups for groups in _partitions(blocks) if limit <= len(groups) < blocks]
+            for groups, cost in zip(every, self.costs(every), strict=True):
+                offer(groups, cost)
+        return best
 
     def costs(self, candidates: list[Groups]) -> list[float]:
         """Mean KL of each."""
@@ -220,9 +249,16 @@ def _partitions(blocks: int) -> Iterator[Groups]:
                 yield tuple(map(tuple, groups))
 
 
-def _schedule(groups: Groups, combine: Combine) -> Schedule:
+def _schedule(groups: Groups, combine: str) -> Schedule:
     changed = tuple(block for stage in groups if len(stage) > 1 for block in stage)
-    return Schedule(tuple(tuple(Unit(b) for b in stage) for stage in groups), combine, "merge", changed)
+    stages: list[Stage] = []
+    for group in groups:
+        if len(group) > 1 and combine in POST_LN:
+            stages += [tuple(Unit(block, "a") for block in group), tuple(Unit(block, "m") for block in group)]
+        else:
+            stages.append(tuple(Unit(block) for block in group))
+    way: Combine = "branch-sum" if combine == "branch-sum" else "mean" if combine == "mean" else "sum"
+    return Schedule(tuple(stages), way, "merge", changed)
 
 
 def _unigram(anatomy: Anatomy, corpus: Corpus) -> Tensor:
@@ -239,7 +275,7 @@ def _summary(
     anatomy: Anatomy,
     corpus: Corpus,
     chosen: list[Groups],
-    combine: Combine,
+    combine: str,
     searched: str,
     swept: Swept,
     evaluations: int,

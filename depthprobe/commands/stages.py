@@ -30,7 +30,9 @@ from depthprobe.commands.options import (
 def stages(
     checkpoint: Spec,
     limit: Annotated[int, typer.Option(help="Stop at so many stages.")] = 1,
-    combine: Annotated[str, typer.Option(help="What merged blocks make of their input: sum or mean.")] = "sum",
+    combine: Annotated[
+        str, typer.Option(help="How merged blocks run: sum, mean, attention-first, branch-sum; auto fits the norms.")
+    ] = "auto",
     score_positions: Annotated[float, typer.Option(help="Share of the positions that is scored.")] = 0.25,
     out: Out = None,
     data: Data = None,
@@ -91,7 +93,7 @@ def stages(
         found = find_stages(
             anatomy,
             corpus,
-            combine=combine,  # type: ignore[arg-type]
+            combine=combine,
             limit=limit,
             settings=settings,
             progress=progress,
