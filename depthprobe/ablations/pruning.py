@@ -23,12 +23,14 @@ from depthprobe.ablations.schedule import Schedule, Unit, skip
 from depthprobe.ablations.units import Units
 from depthprobe.checkpoint import Checkpoint, load
 from depthprobe.corpus import Corpus
-from depthprobe.errors import OutputError, UsageError, VerificationError
+from depthprobe.errors import CheckpointError, OutputError, UsageError, VerificationError
 from depthprobe.formats import undisturbed
 from depthprobe.measure import Settings, measure
 from depthprobe.verify import Anatomy, floor
 
 __all__ = ["Choice", "choose_drops", "layer_ranges", "order_of", "timed_forwards", "write_pruned"]
+
+_TIED = "this config ties blocks to their numbers in a way that is not known here"
 
 
 @dataclass(frozen=True)
@@ -148,9 +150,9 @@ def write_pruned(anatomy: Anatomy, schedule: Schedule, folder: Path, inputs: Ten
         raise OutputError(f"{folder} is there already", "a new or empty folder", "choose another --out")
     with torch.no_grad():
         wanted = _run(anatomy, schedule, inputs)
-    folder.parent.mkdir(parents=True, exist_ok=True)
     staging = folder.parent / f".depthprobe-{uuid.uuid4().hex}"
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
         pruned = _rebuilt(anatomy, order)
         with undisturbed(local=True):
             pruned.save_pretrained(staging)
@@ -166,11 +168,14 @@ def write_pruned(anatomy: Anatomy, schedule: Schedule, folder: Path, inputs: Ten
             raise VerificationError(
                 f"the pruned checkpoint's output differs from the schedule's by {difference:.1e}",
                 f"at most {floor(checkpoint):.0e}",
-                "this config ties blocks to their numbers in a way that is not known here",
+                _TIED,
             )
         if folder.exists():
             folder.rmdir()
         staging.rename(folder)
+    except CheckpointError as error:
+        found = error.found.replace(str(staging), "what was written")
+        raise VerificationError(f"the pruned checkpoint cannot be loaded: {found}", fix=_TIED) from None
     except OSError as error:
         raise OutputError(f"cannot write {folder}: {error.strerror or error}", fix="choose another --out") from None
     finally:
@@ -199,6 +204,8 @@ def _rebuilt(anatomy: Anatomy, order: list[int]) -> Any:
     blocks = len(anatomy.stream)
     config = copy.deepcopy(model.config)
     for name, value in list(config.to_dict().items()):
+        if name in ("architectures", "torch_dtype") or "token" in name:
+            continue  # as many end-of-text ids as blocks are still ids
         if isinstance(value, list | tuple) and len(value) == blocks:  # a field with one entry a block
             setattr(config, name, [value[i] for i in order])
     config.num_hidden_layers = len(order)
@@ -209,9 +216,18 @@ def _rebuilt(anatomy: Anatomy, order: list[int]) -> Any:
     for new, old in enumerate(order):
         for name, tensor in anatomy.stream.blocks.modules[old].state_dict().items():
             state[f"{path}.{new}.{name}"] = tensor.clone()
-    pruned = type(model)(config).to(anatomy.stream.checkpoint.dtype)
-    pruned.load_state_dict(state)
+    try:
+        pruned = type(model)(config).to(anatomy.stream.checkpoint.dtype)
+        pruned.load_state_dict(state)
+    except (RuntimeError, ValueError):
+        raise VerificationError(
+            f"{type(model).__name__} does not take its blocks in the order {', '.join(map(str, order))}",
+            "blocks that are alike",
+            _TIED,
+        ) from None
     pruned.tie_weights()
+    if getattr(model, "generation_config", None) is not None:
+        pruned.generation_config = copy.deepcopy(model.generation_config)
     return pruned.eval()
 
 
