@@ -197,7 +197,7 @@ def draw_controls(rows: pd.DataFrame, metric: str, path: Path) -> None:
 
 def plot(rows: pd.DataFrame, by: str, metric: str, several: bool) -> so.Plot:
     """Lines with their intervals; where there are several checkpoints, each has its own dashes."""
-    dashes = {"linestyle": "checkpoint"} if several else {}
+    dashes = {"linestyle": "checkpoint", "group": "checkpoint"} if several else {}  # bands know no dashes
     return (
         so.Plot(rows, x="depth", y="value", color=by, **dashes)
         .add(so.Line(marker="o", pointsize=3))
