@@ -125,6 +125,7 @@ def shared_layers(units: Units, corpus: Corpus, schedules: list[Schedule]) -> No
 
 def alternate(what: str, units: Units, shared: Callable[[], object], plain: Callable[[], object], repeats: int) -> None:
     """Run both sides in turn, and print their times, evaluations and ratios."""
+    print(f"  {what}")
     clock: dict[str, list[float]] = {"shared": [], "plain": []}
     cpu: dict[str, list[float]] = {"shared": [], "plain": []}
     made: dict[str, int] = {}
@@ -136,16 +137,13 @@ def alternate(what: str, units: Units, shared: Callable[[], object], plain: Call
             clock[name].append(time.perf_counter() - began)
             cpu[name].append(time.process_time() - used)
             made[name] = units.evaluations
-    print(f"  {what}")
-    for name in clock:
-        print(
-            f"    {name:<7} median {statistics.median(clock[name]):6.1f} s, CPU {statistics.median(cpu[name]):6.1f} s; "
-            f"block evaluations made {made[name]}   all {' '.join(f'{t:.1f}' for t in clock[name])}"
-        )
+            print(f"    {name:<6} {clock[name][-1]:6.1f} s, CPU {cpu[name][-1]:6.1f} s", flush=True)
+    print(f"    block evaluations made: shared {made['shared']}, plain {made['plain']}")
     for name, taken in (("time", clock), ("CPU time", cpu)):
         ratios = [s / p for s, p in zip(taken["shared"], taken["plain"], strict=True)]
-        middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
-        print(f"    shared / plain, {name}: median {middle:.3f}, {low:.3f} to {high:.3f}", flush=True)
+        sides = ", ".join(f"{side} {statistics.median(taken[side]):.1f} s" for side in taken)
+        print(f"    shared / plain, {name}: median {statistics.median(ratios):.3f}, {min(ratios):.3f} to "
+              f"{max(ratios):.3f} (medians {sides})", flush=True)  # fmt: skip
 
 
 def _count(units: Units) -> Callable[[int, int], None]:

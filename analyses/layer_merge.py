@@ -76,6 +76,8 @@ def run(options: argparse.Namespace) -> None:
     spans, modes = numbers(options.spans), [word.strip() for word in options.combine.split(",")]
     if odd := [mode for mode in modes if mode not in MODES]:
         raise UsageError(f"--combine {odd[0]}", ", ".join(MODES))
+    if len(set(options.checkpoints)) < len(options.checkpoints):
+        raise UsageError("a checkpoint was given twice", "different ones")
     settings = SweepSettings(options.score_positions, options.seed, options.batch_size)
     settings.check()
     check_writable(options.out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -88,13 +89,14 @@ def test_layer_merge_agrees_with_the_library(merged: Path) -> None:
 
 
 def test_layer_merge_prints_medians_and_rho(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-    line = [MODEL, MODEL, "--spans", "2", "--combine", "sum,branch-sum", *FEW, "--out", str(out)]
+    out, other = tmp_path / "out", tmp_path / "gpt2-manual"
+    shutil.copytree(MODEL, other)
+    line = [MODEL, str(other), "--spans", "2", "--combine", "sum,branch-sum", *FEW, "--out", str(out)]
     assert layer_merge.main(line) == 0
     printed = capsys.readouterr()
     assert "Left out: branch-sum of 2" in printed.err  # a pre-LN model has no norm to share
     found = table(out)
-    assert set(found["checkpoint"]) == {MODEL}  # two of one name are told apart by what was given
+    assert set(found["checkpoint"]) == {MODEL, str(other)}  # two of one name are told apart by what was given
     merges = found.query("metric == 'kl' and kind == 'merge'").iloc[:7]
     skips = found.query("metric == 'kl' and kind == 'skip'")
     skips = skips[~skips["layers"].str.contains(",")].iloc[:7]
@@ -107,11 +109,11 @@ def test_painters_writes_every_variant_of_every_window(painted: Path) -> None:
     found = table(painted)
     assert list(found.columns) == ["variant", "blocks_changed", "seed", *COLUMNS]
     loss = found[found["metric"] == "delta_loss"].set_index(["variant", "blocks_changed"])["schedule"]
-    assert loss[("skip", 2)].item() == "0-2 5-7"
-    assert loss[("skip", 4)].item() == "0-1 6-7"
-    assert loss[("repeat", 4)].item() == "0-1 4 4 4 4 6-7"
-    assert loss[("reverse", 4)].item() == "0-1 5 4 3 2 6-7"
-    assert loss[("parallel", 4)].item() == "0-1 (2+3+4+5) 6-7"
+    assert loss[("skip", 2)] == "0-2 5-7"
+    assert loss[("skip", 4)] == "0-1 6-7"
+    assert loss[("repeat", 4)] == "0-1 4 4 4 4 6-7"
+    assert loss[("reverse", 4)] == "0-1 5 4 3 2 6-7"
+    assert loss[("parallel", 4)] == "0-1 (2+3+4+5) 6-7"
     orders = [tuple(stage[0].layer for stage in parse(text).stages) for text in loss[("shuffle", 4)]]
     assert len(set(orders)) == 2
     assert all(sorted(order) == list(range(8)) and order[:2] == (0, 1) and order[6:] == (6, 7) for order in orders)
@@ -169,6 +171,7 @@ def test_goes_on_after_a_stop(
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
+        ("layer_merge", [MODEL], "given twice"),
         ("layer_merge", ["--spans", "1"], "at least two blocks"),
         ("layer_merge", ["--spans", "two"], "numbers of blocks"),
         ("layer_merge", ["--combine", "max"], "--combine max"),
@@ -183,7 +186,7 @@ def test_wrong_usage_is_one_line(
 ) -> None:
     module = {"layer_merge": layer_merge, "painters": painters}[name]
     out = tmp_path / "out"
-    assert module.main([MODEL, *FEW, *options, "--out", str(out)]) == 2
+    assert module.main([MODEL, *options, *FEW, "--out", str(out)]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("Loading")]
     assert len(lines) == 1
     assert said in lines[0]
@@ -194,8 +197,8 @@ def test_bench_sweep_counts_and_compares() -> None:
     line = [sys.executable, "analyses/bench_sweep.py", MODEL, "--tokens", "64", "--repeats", "1", "--threads", "1"]
     done = subprocess.run([*line, "--no-memory"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "15 schedules; planned block evaluations a batch: shared 57, plain 112" in done.stdout
-    assert done.stdout.count("block evaluations made 57 ") == 3
-    assert done.stdout.count("block evaluations made 120 ") == 3  # the plain loop's and the unmodified run
+    # 120: the plain loop's 112 and the 8 of the unmodified run, which the shared sweep has among its 57
+    assert done.stdout.count("block evaluations made: shared 57, plain 120") == 3
     assert done.stdout.count("shared / plain, CPU time: median") == 3
 
 
