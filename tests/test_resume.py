@@ -160,6 +160,7 @@ def test_chunks_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     data, replace = ids(3, TOKENS), os.replace
 
     def full(source: Any, target: Any) -> None:
+        assert not Path(target).exists(), "it was written in place"
         if str(target).endswith("1.npz"):
             raise OSError(28, "No space left on device")
         replace(source, target)
