@@ -29,6 +29,7 @@ from depthprobe.commands.options import (
     batch_number,
     check_figures,
     command_line,
+    preparation,
 )
 from depthprobe.errors import DepthprobeError, OutputError
 
@@ -105,6 +106,7 @@ def ablate(
 
     Example: `depthprobe ablate gpt2 --kinds merge --span 3 --score-positions 0.25`
     """
+    given = preparation(locals())
     from depthprobe.report.files import check_writable
 
     check_figures(figures)
@@ -122,23 +124,10 @@ def ablate(
 
     settings = SweepSettings(score_positions, seed, size, int(memory * 2**30))
     settings.check()
-    given = [parse(text, combine) for text in schedule or []]  # type: ignore[arg-type]
+    wanted = [parse(text, combine) for text in schedule or []]  # type: ignore[arg-type]
     say(f"Loading {checkpoint}")
-    model, corpus, anatomy = prepare(
-        checkpoint,
-        data,
-        tokens=tokens,
-        seq_len=seq_len,
-        seed=seed,
-        bos=bos,  # type: ignore[arg-type]
-        text_field=text_field,
-        dtype=dtype,
-        device=device,
-        revision=revision,
-        tokenizer=tokenizer,
-        trust_remote_code=trust_remote_code,
-    )
-    chosen = given or default_schedules(
+    model, corpus, anatomy = prepare(checkpoint, data, **given)
+    chosen = wanted or default_schedules(
         len(anatomy.stream),
         tuple(kind.strip() for kind in kinds.split(",")),
         unit=unit,

@@ -29,6 +29,7 @@ from depthprobe.commands.options import (
     batch_number,
     check_figures,
     command_line,
+    preparation,
 )
 
 
@@ -73,6 +74,7 @@ def analyze(
 
     Example: `depthprobe analyze gpt2 --tokens 16384 --out reports/gpt2`
     """
+    given = preparation(locals())
     from depthprobe.report.files import check_writable
 
     check_figures(figures)
@@ -90,20 +92,7 @@ def analyze(
     settings = Settings(skip_first, size, seed, interaction, lens_positions)
     settings.check()
     say(f"Loading {checkpoint}")
-    model, corpus, anatomy = prepare(
-        checkpoint,
-        data,
-        tokens=tokens,
-        seq_len=seq_len,
-        seed=seed,
-        bos=bos,  # type: ignore[arg-type]
-        text_field=text_field,
-        dtype=dtype,
-        device=device,
-        revision=revision,
-        tokenizer=tokenizer,
-        trust_remote_code=trust_remote_code,
-    )
+    model, corpus, anatomy = prepare(checkpoint, data, **given)
     target = out or Path("reports") / model.name
     check_writable(target)
     say(f"Verified {len(anatomy.stream)} blocks of {anatomy.stream.blocks.path}. {settings.cost(anatomy, corpus)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -115,3 +115,10 @@ def check_figures(figures: str) -> None:
 def command_line() -> str:
     """What the user typed, quoted so that it can be typed again."""
     return shlex.join(["depthprobe", *sys.argv[1:]])
+
+
+def preparation(values: dict[str, Any]) -> dict[str, Any]:
+    """Of a command's arguments, those that `prepare` takes besides the checkpoint and the data."""
+    names = ("tokens", "seq_len", "seed", "bos", "text_field")
+    loading = ("dtype", "device", "revision", "tokenizer", "trust_remote_code")
+    return {name: values[name] for name in (*names, *loading)}

@@ -21,6 +21,7 @@ from depthprobe.commands.options import (
     Tokenizer,
     Tokens,
     Trust,
+    preparation,
 )
 from depthprobe.errors import UsageError
 
@@ -57,6 +58,7 @@ def prune(
 
     Example: `depthprobe prune gpt2 --drop 2 --out gpt2-10-blocks`
     """
+    given = preparation(locals())
     if (schedule is None) == (drop is None):
         raise UsageError("prune needs to know which blocks go", "either --schedule or --drop")
 
@@ -73,20 +75,7 @@ def prune(
     if chosen is not None:
         order_of(chosen)
     say(f"Loading {checkpoint}")
-    model, corpus, anatomy = prepare(
-        checkpoint,
-        data,
-        tokens=tokens,
-        seq_len=seq_len,
-        seed=seed,
-        bos=bos,  # type: ignore[arg-type]
-        text_field=text_field,
-        dtype=dtype,
-        device=device,
-        revision=revision,
-        tokenizer=tokenizer,
-        trust_remote_code=trust_remote_code,
-    )
+    model, corpus, anatomy = prepare(checkpoint, data, **given)
     if chosen is None:
         assert drop is not None
         with Bar("Choosing", drop + 1, "steps") as progress:

@@ -24,6 +24,7 @@ from depthprobe.commands.options import (
     Tokens,
     Trust,
     batch_number,
+    preparation,
 )
 
 
@@ -58,6 +59,7 @@ def stages(
 
     Example: `depthprobe stages gpt2 --tokens 4096`
     """
+    given = preparation(locals())
     from depthprobe.report.files import check_writable
 
     size = batch_number(batch_size)
@@ -73,20 +75,7 @@ def stages(
     settings = SweepSettings(score_positions, seed, size)
     settings.check()
     say(f"Loading {checkpoint}")
-    model, corpus, anatomy = prepare(
-        checkpoint,
-        data,
-        tokens=tokens,
-        seq_len=seq_len,
-        seed=seed,
-        bos=bos,  # type: ignore[arg-type]
-        text_field=text_field,
-        dtype=dtype,
-        device=device,
-        revision=revision,
-        tokenizer=tokenizer,
-        trust_remote_code=trust_remote_code,
-    )
+    model, corpus, anatomy = prepare(checkpoint, data, **given)
     target = out or Path("reports") / model.name
     check_writable(target)
     with Bar("Searching", len(anatomy.stream) - limit + 1, "steps") as progress:
