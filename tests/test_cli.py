@@ -59,7 +59,8 @@ def test_analyze_writes_what_the_design_names(folder: Path, tmp_path: Path, caps
     assert printed.out.rstrip().endswith(str(out / "report.html"))
     assert "3 blocks" in printed.out
     assert "forward passes" in printed.err
-    assert {path.name for path in out.iterdir()} == {"report.html", "report.json", "layers.csv", "pairs.csv", "figures"}
+    tables = {"layers.csv", "pairs.csv", "ablations.csv"}
+    assert {path.name for path in out.iterdir()} == {"report.html", "report.json", "figures"} | tables
     layers = pd.read_csv(out / "layers.csv")
     assert list(layers.columns) == ["layer", "unit", "metric", "value", "ci_low", "ci_high", "n"]
     assert set(layers["unit"]) == {"block", "attention", "mlp"}
