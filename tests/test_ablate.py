@@ -18,7 +18,7 @@ from depthprobe import Checkpoint, load
 from depthprobe.ablation import Ablations, ablate, default_schedules, select_sequences
 from depthprobe.ablations.kinds import KINDS, controls
 from depthprobe.ablations.run import Swept
-from depthprobe.ablations.schedule import Schedule, Unit, merge, parse, skip, unmodified
+from depthprobe.ablations.schedule import Schedule, Unit, attention_first, merge, parse, skip, unmodified
 from depthprobe.ablations.sweep import Trie, run_batch
 from depthprobe.ablations.table import COLUMNS, merge_against_skip, proxies
 from depthprobe.ablations.units import Units
@@ -189,7 +189,8 @@ class TestDefaults:
     @pytest.mark.parametrize("name", ["llama", "bert-headless"])
     def test_shallow_models(self, blocks: int, name: str) -> None:
         found = run(deep(name, blocks))
-        assert len(found.table) == len(default_schedules(blocks)) * (4 if name == "llama" else 1)
+        made = default_schedules(blocks, post_ln=name != "llama")
+        assert len(found.table) == len(made) * (4 if name == "llama" else 1)
         assert (found.table["schedule"] != "").all()
         assert found.table.query("metric == 'state_distance'")["value"].max() > 1e-3
 
@@ -197,6 +198,23 @@ class TestDefaults:
         found = run(deep("llama", 4))
         assert set(found.table["schedule"]) == {schedule.label for schedule in default_schedules(4)}
         assert [row["layer"] for row in found.merging["rho"]["layers"]] == [0, 1, 2]
+
+    def test_post_ln_merges_are_made_in_every_way(self) -> None:
+        found = run(deep("bert-headless", 4))
+        rows = found.table[found.table["kind"] == "merge"]
+        got = set(zip(rows["schedule"], rows["combine"], strict=True))
+        assert got == {
+            (str(made), made.combine)
+            for i in range(3)
+            for made in (
+                merge(4, [i, i + 1]),
+                merge(4, [i, i + 1], "mean"),
+                attention_first(4, [i, i + 1]),
+                attention_first(4, [i, i + 1], "branch-sum"),
+            )
+        }
+        assert len(rows) == len(got)
+        assert len(set(rows["value"].round(9))) == len(got)
 
     def test_a_part_of_a_corpus_is_spread_evenly(self) -> None:
         whole = Corpus(ids(10, 8), np.arange(10), "", "", "")
