@@ -43,7 +43,7 @@ from depthprobe.report.files import check_writable
 from depthprobe.verify import Anatomy
 
 MODES = ("sum", "mean", "weights", "attention-first", "branch-sum")
-NAMES = {"kl": "KL from the unchanged model (nats a token)", "state_distance": "1 − cos of the last state"}
+NAMES = {"kl": "KL from the unchanged model (nats)", "state_distance": "1 − cos of the last state"}
 FLOOR = 1e-6  # costs that a logarithmic axis does not tell apart: rounding makes more
 
 

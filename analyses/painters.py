@@ -47,7 +47,7 @@ PUBLISHED = (
 )
 NAMES = {
     "delta_loss": "change of the loss (nats a token)",
-    "kl": "KL from the unchanged model (nats a token)",
+    "kl": "KL from the unchanged model (nats)",
     "top1_agreement": "top-1 agreement",
     "state_distance": "1 − cos of the last state",
 }
