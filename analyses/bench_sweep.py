@@ -39,7 +39,7 @@ COUNTS = (10, 59, 174)  # 174: a default sweep of 30 blocks with all of its cont
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", nargs="?", default=DEFAULT)
-    parser.add_argument("--tokens", type=int, default=512, help="tokens of the corpus, in sequences of 256 at most")
+    parser.add_argument("--tokens", type=int, default=512, help="of the corpus; 512 take about half an hour")
     parser.add_argument("--repeats", type=int, default=3, help="pairs of runs; medians are printed")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--score-positions", default="0.25,1", help="shares of the positions to score (default: both)")
