@@ -46,7 +46,8 @@ def run(*arguments: object) -> int:
 def failure(capsys: pytest.CaptureFixture[str], status: int, *arguments: object) -> str:
     """Run, expect a failure, and return its one line."""
     assert run(*arguments) == status
-    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith(("Loading", "Verified"))]
+    progress = ("Loading", "Verified", "Ablations", "About")
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith(progress)]
     assert len(lines) == 1, lines
     assert lines[0].startswith("depthprobe: ")
     return lines[0]
@@ -217,10 +218,10 @@ def test_interrupt_is_130_and_leaves_nothing(folder: Path, tmp_path: Path) -> No
 def test_unexpected_errors_are_one_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from depthprobe import analysis
+    import depthprobe.prepare
 
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("two\nlines")
 
-    monkeypatch.setattr(analysis, "prepare", broken)
+    monkeypatch.setattr(depthprobe.prepare, "prepare", broken)
     assert failure(capsys, 1, "analyze", folder / "tiny") == "depthprobe: RuntimeError: two lines; --debug shows where"
