@@ -249,9 +249,22 @@ class TestRefused:
         assert "--out" in line
         assert {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} == before
 
-    def test_chunks_of_other_data(self, folder: Path, analyzed: Path, tmp_path: Path, capsys: Captured) -> None:
+    def test_chunks_of_other_data(
+        self, folder: Path, analyzed: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from depthprobe.ablations import run as sweeps
+
         out = copied(analyzed, tmp_path / "report")
-        stopped(out, folder / "tiny", folder / "many.npy", signal.SIGKILL)
+        save = sweeps._Store.save
+
+        def last(*arguments: object) -> None:
+            save(*arguments)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(sweeps._Store, "save", last)
+            options = ["--batch-size", "1", "--out", out]
+            assert run("ablate", folder / "tiny", "--data", folder / "ids.npy", *options) == 130
         kept = sorted(path.name for path in (out / ".chunks").iterdir())
         arguments = ["--batch-size", "1", "--out", out, "--resume"]
         line = failure(capsys, 1, "ablate", folder / "tiny", "--data", folder / "other.npy", *arguments)
@@ -281,32 +294,27 @@ def stopped(out: Path, model: Path, data: Path, by: signal.Signals) -> subproces
 
 
 class TestStopped:
-    def test_sigkill_and_resume_give_the_same_bytes(self, folder: Path, analyzed: Path, tmp_path: Path) -> None:
-        outs = [copied(analyzed, tmp_path / name) for name in ("whole", "killed")]
+    def test_sigkill_and_resume_give_the_same_bytes(
+        self, folder: Path, analyzed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from depthprobe.ablations import run as sweeps
+
+        whole, killed = (copied(analyzed, tmp_path / name) for name in ("whole", "killed"))
         data = folder / "many.npy"
-        assert stopped(outs[1], folder / "tiny", data, signal.SIGKILL).returncode == -signal.SIGKILL
-        done = [path for path in (outs[1] / ".chunks").iterdir() if path.suffix == ".npz"]
+        assert stopped(killed, folder / "tiny", data, signal.SIGKILL).returncode == -signal.SIGKILL
+        done = [path for path in (killed / ".chunks").iterdir() if path.suffix == ".npz"]
         assert 3 <= len(done) < 24, "killed in the middle"
-        assert not (outs[1] / "ablations.csv").exists()
-        times = {path: path.stat().st_mtime_ns for path in done}
-        # The sweep's threads belong to what is resumed: the whole run and the rest use those of the killed one.
-        options = ["--data", data, "--batch-size", "1"]
-        for out, more in zip(outs, ([], ["--resume"]), strict=True):
-            command = [sys.executable, "-c", NO_FIGURES, "ablate", folder / "tiny", *options, "--out", out, *more]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            with subprocess.Popen(
-                list(map(str, command)),
-                env=environment,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            ) as process:
-                assert process.stderr is not None
-                error = process.stderr.read()
-                assert process.wait(timeout=120) == 0, error
-        assert times
-        assert (outs[0] / "ablations.csv").read_bytes() == (outs[1] / "ablations.csv").read_bytes()
-        assert not (outs[1] / ".chunks").exists()
+        assert not (killed / "ablations.csv").exists()
+        chunk, made = sweeps._chunk, []
+        monkeypatch.setattr(sweeps, "_chunk", lambda *arguments: made.append(1) or chunk(*arguments))
+        assert torch.get_num_threads() == 1, "the threads of the run that was killed"
+        arguments = ["ablate", folder / "tiny", "--data", data, "--batch-size", "1"]
+        assert run(*arguments, "--out", killed, "--resume") == 0
+        assert len(made) == 24 - len(done), "what was finished is not made again"
+        assert run(*arguments, "--out", whole) == 0
+        assert len(made) == 24 - len(done) + 24
+        assert (whole / "ablations.csv").read_bytes() == (killed / "ablations.csv").read_bytes()
+        assert not (killed / ".chunks").exists()
 
     def test_ctrl_c_says_how_to_go_on(self, folder: Path, analyzed: Path, tmp_path: Path) -> None:
         out = copied(analyzed, tmp_path / "report")
