@@ -10,11 +10,11 @@ import pandas as pd
 import pytest
 import torch
 from by_hand import deep, opened
-from families import SMOLLM2, build, ids
+from families import build, ids
 from scipy import stats
 from torch import Tensor, nn
 
-from depthprobe import Checkpoint, load
+from depthprobe import Checkpoint
 from depthprobe.ablation import Ablations, ablate, default_schedules, select_sequences
 from depthprobe.ablations.kinds import KINDS, controls
 from depthprobe.ablations.run import Swept
@@ -49,13 +49,11 @@ def two_threads() -> Iterator[None]:
 
 @pytest.mark.real
 @pytest.mark.slow
-def test_known_values(two_threads: None) -> None:
+def test_known_values(smollm2: Checkpoint, two_threads: None) -> None:
     """SmolLM2-135M (Q4_1) on the manual's topics sorted by name, without BOS."""
     from pydoc_data.topics import topics
 
-    if not SMOLLM2.exists():
-        pytest.skip("no SmolLM2: `make weights` fetches it")
-    smollm2 = load(SMOLLM2, device="cpu", dtype="float32")
+    assert smollm2.dtype == torch.float32
     text = "\n\n".join(topics[name] for name in sorted(topics))
     tokens = smollm2.tokenizer(text[:8000], add_special_tokens=False)["input_ids"][: 4 * 256]
     skips = {0: 7.95, 8: 1.05, 11: 1.76, 29: 2.51}
