@@ -20,6 +20,7 @@ from depthprobe.anatomy import Block, Branch
 from depthprobe.checkpoint import Checkpoint, load
 from depthprobe.corpus import Corpus
 from depthprobe.estimate import Resampler
+from depthprobe.fingerprint import fingerprint
 from depthprobe.measure import Measured, Progress, Settings, measure
 from depthprobe.prepare import prepare
 from depthprobe.report import Report
@@ -230,6 +231,7 @@ def _describe_model(checkpoint: Checkpoint, anatomy: Anatomy) -> dict[str, Any]:
         "revision": checkpoint.revision,
         "architecture": checkpoint.architecture,
         "parameters": checkpoint.parameters,
+        "fingerprint": fingerprint(checkpoint.model),
         "dtype": str(checkpoint.dtype).removeprefix("torch."),
         "device": str(checkpoint.device),
         "blocks": len(anatomy.stream),

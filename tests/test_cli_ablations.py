@@ -255,14 +255,14 @@ class TestRefused:
         from depthprobe.ablations import run as sweeps
 
         out = copied(analyzed, tmp_path / "report")
-        save = sweeps._Store.save
+        save = sweeps.Store.save
 
         def last(*arguments: object) -> None:
             save(*arguments)
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(sweeps._Store, "save", last)
+            patch.setattr(sweeps.Store, "save", last)
             options = ["--batch-size", "1", "--out", out]
             assert run("ablate", folder / "tiny", "--data", folder / "ids.npy", *options) == 130
         kept = sorted(path.name for path in (out / ".chunks").iterdir())

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
-import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -21,10 +16,12 @@ from torch import Tensor
 
 from depthprobe.ablations.effects import Reference, Scored
 from depthprobe.ablations.schedule import Schedule
+from depthprobe.ablations.store import Store
 from depthprobe.ablations.sweep import Trie, planned_evaluations, run_batch
 from depthprobe.ablations.units import Units
 from depthprobe.corpus import Corpus
-from depthprobe.errors import NonFiniteError, OutputError, UsageError
+from depthprobe.errors import NonFiniteError, UsageError
+from depthprobe.fingerprint import digest, fingerprint
 from depthprobe.probes.base import key_rng
 from depthprobe.verify import Anatomy
 
@@ -137,7 +134,7 @@ def sweep(
     units = Units(anatomy, tick)
     for schedule in schedules:
         units.check(schedule)
-    store = None if resume is None else _Store(resume, _identity(anatomy, corpus, schedules, settings, step, unigram))
+    store = None if resume is None else Store(resume, _identity(anatomy, corpus, schedules, settings, step, unigram))
     trie = Trie.of(schedules)
     started, parts = time.perf_counter(), []
     stream, device = anatomy.stream, anatomy.stream.checkpoint.device
@@ -240,21 +237,15 @@ def _identity(
 ) -> dict[str, Any]:
     """Everything that the numbers of a chunk depend on."""
     checkpoint = anatomy.stream.checkpoint
-    weights = hashlib.sha256()
-    for name, tensor in (*checkpoint.model.named_parameters(), *checkpoint.model.named_buffers()):
-        # A sum notices one changed weight, a sample changed places; hashing every byte would take as long as a sweep.
-        values = tensor.detach().flatten()
-        sample = values[:: max(1, values.numel() // 64)].double().cpu().numpy()
-        weights.update(name.encode() + sample.tobytes() + values.sum(dtype=torch.float64).cpu().numpy().tobytes())
     config = getattr(checkpoint.model, "config", None)
     return {
         "model": checkpoint.name,
-        "weights": weights.hexdigest(),
+        "weights": fingerprint(checkpoint.model),
         "attention": getattr(config, "_attn_implementation", None),
         "dtype": str(checkpoint.dtype),
         "device": checkpoint.device.type,
-        "corpus": _digest(corpus.inputs),
-        "unigram": None if unigram is None else _digest(unigram),
+        "corpus": digest(corpus.inputs),
+        "unigram": None if unigram is None else digest(unigram),
         "schedules": [[str(schedule), schedule.combine] for schedule in schedules],
         "score_positions": settings.score_positions,
         "seed": settings.seed,
@@ -263,63 +254,3 @@ def _identity(
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-
-
-def _digest(values: Tensor) -> str:
-    array = values.cpu().numpy()
-    return hashlib.sha256(f"{array.dtype} {array.shape} ".encode() + array.tobytes()).hexdigest()
-
-
-class _Store:
-    """A folder with one file a finished chunk, each written whole, and what they belong to."""
-
-    def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
-        self.folder = folder
-        text = json.dumps(identity, indent=1)
-        home = folder / "run.json"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if home.exists():
-                before = dict(json.loads(home.read_text()))
-                odd = [name for name in identity if before.get(name) != identity[name]]
-                if odd:
-                    raise OutputError(
-                        f"{folder} holds a run with another {', '.join(odd)}",
-                        "the run that is resumed",
-                        "remove the folder, or choose another --out",
-                    )
-            else:
-                _write(home, text.encode())
-        except (ValueError, TypeError):
-            raise OutputError(f"{home} is not readable", fix="remove the folder to start anew") from None
-        except OSError as error:
-            raise OutputError(f"cannot keep chunks in {folder}: {error.strerror or error}") from None
-
-    def load(self, start: int) -> dict[str, NDArray[np.float64]] | None:
-        """The chunk that begins at a sequence, None where it was not finished or is damaged."""
-        path = self.folder / f"{start:08d}.npz"
-        if not path.exists():
-            return None
-        try:
-            with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as data:
-                return {name: data[name] for name in data.files}
-        except (BadZipFile, ValueError, EOFError):
-            return None
-        except OSError as error:
-            raise OutputError(f"cannot read {path}: {error.strerror or error}") from None
-
-    def save(self, start: int, part: dict[str, NDArray[np.float64]]) -> None:
-        """Keep a finished chunk."""
-        buffer = io.BytesIO()
-        np.savez(buffer, **part)  # type: ignore[arg-type]
-        _write(self.folder / f"{start:08d}.npz", buffer.getvalue())
-
-
-def _write(path: Path, content: bytes) -> None:
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise OutputError(f"cannot write {path}: {error.strerror or error}") from None

@@ -165,13 +165,14 @@ def _report(model: Checkpoint, corpus: Corpus, anatomy: Anatomy, target: Path, s
         OutputError: the report there is of another model.
     """
     from depthprobe.analysis import build_report
+    from depthprobe.fingerprint import fingerprint
     from depthprobe.measure import Settings, measure
     from depthprobe.progress import Bar, say
     from depthprobe.report import Report
 
     if (target / "report.json").exists():
         report = Report.load(target)
-        mine = {"name": model.name, "architecture": model.architecture, "parameters": model.parameters}
+        mine = {"name": model.name, "architecture": model.architecture, "fingerprint": fingerprint(model.model)}
         mine["dtype"] = str(model.dtype).removeprefix("torch.")
         odd = [name for name, value in mine.items() if report.model.get(name) != value]
         if odd:

@@ -97,5 +97,7 @@ def prune(
         print(f"  loss        {loss:.3f} → {loss + change:.3f} nats a token, KL {swept.effects['kl'].mean():.3f}")
     print(f"  forward     {before * 1e3:.0f} → {after * 1e3:.0f} ms for {inputs.shape[0]} × {inputs.shape[1]} tokens")
     print(f"  parameters  {model.parameters:,} → {pruned.parameters:,}")
+    weights = (sum(p.numel() * p.element_size() for p in m.model.parameters()) / 2**20 for m in (model, pruned))
+    print("  weights     {:.1f} → {:.1f} MiB of memory".format(*weights))
     ranges = ", ".join(f"[{start}, {stop}]" for start, stop in layer_ranges(order_of(chosen)))
     print(f"  mergekit    layer_range: {ranges}")
