@@ -26,7 +26,7 @@ weights: setup  ## fetch the two real models (90 MB each) into .weights, unless 
 
 bench: weights  ## measure what the probes cost beside bare forward passes, and a shared sweep beside the plain loop
 	$(BIN)/python analyses/bench_probes.py
-	$(BIN)/python analyses/bench_sweep.py
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python analyses/bench_sweep.py
 
 lint: setup  ## check style and types
 	$(BIN)/ruff check
