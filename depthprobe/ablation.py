@@ -12,6 +12,7 @@ import pandas as pd
 from torch import nn
 
 from depthprobe.ablations import kinds as _kinds
+from depthprobe.ablations.effects import MASKED
 from depthprobe.ablations.run import Progress, SweepSettings, Swept, sweep
 from depthprobe.ablations.schedule import Combine, Schedule, parse
 from depthprobe.ablations.sweep import planned_evaluations
@@ -163,7 +164,9 @@ def run_ablations(
         "base_loss": base,
         "sequences": corpus.sequences,
         "tokens": corpus.tokens,
-        "score_positions": settings.score_positions,
+        "corpus": corpus.name,
+        "sha256": corpus.sha256,
+        "score_positions": MASKED if anatomy.objective == "masked" else settings.score_positions,
         "evaluations": swept.evaluations,
         "plain_evaluations": swept.plain_evaluations,
         "seconds": swept.seconds,

@@ -140,8 +140,9 @@ def build_report(
     resampler = Resampler(corpus.sequences, corpus.documents, settings.seed)
     blocks = len(anatomy.stream)
     notes = list(measured.notes)
-    if corpus.sequences < 32:
-        notes.append(f"The intervals rest on {corpus.sequences} sequences; below 32 they tend to be too narrow.")
+    if resampler.clusters < 32:
+        what = "documents" if resampler.clusters < corpus.sequences else "sequences"
+        notes.append(f"The intervals rest on {resampler.clusters} {what}; below 32 they tend to be too narrow.")
     documents = None if corpus.documents is None else len(set(corpus.documents.tolist()))
     return Report(
         model=_describe_model(checkpoint, anatomy),
@@ -267,8 +268,10 @@ def _first_tokens(checkpoint: Checkpoint, corpus: Corpus) -> list[str] | None:
 
 
 def _python_call(checkpoint: Checkpoint, options: dict[str, Any]) -> str:
-    given = ", ".join(f"{name}={value!r}" for name, value in options.items())
-    return f"depthprobe.analyze({checkpoint.source!r}, {given})"
+    names = [name for name in options if name != "keep_positions"]
+    given = ", ".join(f"{name}={options[name]!r}" for name in names if options[name] is not None)
+    dtype = str(checkpoint.dtype).removeprefix("torch.")
+    return f"depthprobe.analyze({checkpoint.source!r}, data=…, {given}, dtype={dtype!r})"
 
 
 def _machine(checkpoint: Checkpoint) -> dict[str, Any]:

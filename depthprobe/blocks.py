@@ -115,7 +115,7 @@ def call_model(checkpoint: Checkpoint, inputs: Tensor) -> Any:
     model = checkpoint.model
     if checkpoint.inputs == "states":
         return model(inputs if _takes_batch_first(model) else inputs.transpose(0, 1))
-    if not hasattr(model, "config"):
+    if not checkpoint.is_hf:
         return model(inputs)
     keywords = {"use_cache": False} if _accepts(model, "use_cache") else {}
     return model(input_ids=inputs, **keywords)

@@ -22,7 +22,7 @@ class Visit:
     Attributes:
         z: what the block wrote, `[batch, tokens, width]`.
         branches: (s, u) of each unit that was found, the same shape.
-        update: F_l(x) = f_l(x) − x in float32.
+        update: F_l(x) in float32: f_l(x) − x, or in half precision the sum of the branches where they were found.
     """
 
     z: Tensor

@@ -57,6 +57,8 @@ class Settings:
         """
         if self.batch_size is not None and self.batch_size < 1:
             raise UsageError(f"the batch size is {self.batch_size}", "at least 1, or auto")
+        if self.seed < 0:
+            raise UsageError(f"--seed {self.seed}", "0 or more")
         if self.skip_first < 0:
             raise UsageError(f"--skip-first {self.skip_first}", "0 or more")
         if self.lens_positions < 0:

@@ -41,18 +41,20 @@ class Bar:
         self.bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
 
     def __enter__(self) -> Callable[[int, int], None]:
-        started = time.perf_counter()
+        started, before = time.perf_counter(), 0
         self.bar.start()
         task = self.bar.add_task("", total=self.total)
         first = True
 
         def step(done: int, total: int) -> None:
-            nonlocal first
+            nonlocal first, before
             self.bar.update(task, completed=done, total=total)
-            if first and 20 * done >= total:
+            if first and before == 0 and done > 1:
+                before = done - 1  # what an earlier run had done took no time of this one
+            if first and 20 * (done - before) >= total - before:
                 first = False
                 if done < total:
-                    minutes = (time.perf_counter() - started) * total / done / 60
+                    minutes = (time.perf_counter() - started) * (total - before) / (done - before) / 60
                     say(f"About {minutes:.1f} minutes on this machine, from the first {done} of {total} {self.unit}.")
 
         return step

@@ -15,7 +15,7 @@ from depthprobe.checkpoint import Checkpoint
 from depthprobe.errors import NonFiniteError, VerificationError
 from depthprobe.stream import Entry, Stream
 
-__all__ = ["Anatomy", "Check", "floor", "open_stream"]
+__all__ = ["Anatomy", "Check", "floor", "open_stream", "worst"]
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def open_stream(checkpoint: Checkpoint, inputs: Tensor) -> Anatomy:
         own = stream.forward(inputs)
         again = stream.readout(_last(stream, entry), inputs)
         model = Check(
-            "blocks", "the blocks, run one by one, give the model's own output", _worst(again, own), limit, "model"
+            "blocks", "the blocks, run one by one, give the model's own output", worst(again, own), limit, "model"
         )
         if not model.passed:
             raise VerificationError(
@@ -165,7 +165,7 @@ def _last(stream: Stream, entry: Entry) -> Tensor:
     return last
 
 
-def _worst(a: Tensor, b: Tensor) -> float:
+def worst(a: Tensor, b: Tensor) -> float:
     """‖a − b‖ / ‖b‖ of the worst sequence."""
     a, b = (t.cpu().double().flatten(1) for t in (a, b))
     finite = bool(torch.isfinite(b).all())
@@ -175,7 +175,7 @@ def _worst(a: Tensor, b: Tensor) -> float:
 
 def _reconstruct(stream: Stream, entry: Entry, blocks: tuple[Block, ...], limit: float) -> Check:
     """Rebuild every block's output from its branches, through the norm where it is post-LN; the worst."""
-    worst = 0.0
+    largest = 0.0
     with Reader(stream, blocks) as reader:
         x = entry.x
         for block, module in zip(blocks, stream.blocks.modules, strict=True):
@@ -187,14 +187,14 @@ def _reconstruct(stream: Stream, entry: Entry, blocks: tuple[Block, ...], limit:
                     total = s if total is x else total
                     total = total + u
                 else:
-                    worst = max(worst, _worst(total * branch.skip_scale, s))
+                    largest = max(largest, worst(total * branch.skip_scale, s))
                     total = s + u
                 if branch.norm is not None:
                     total = module.get_submodule(branch.norm)(total)
             if block.branches:
-                worst = max(worst, _worst(total, visit.z))
+                largest = max(largest, worst(total, visit.z))
             x = visit.z
-    return Check("branches", "the branches, added to the stream, give each block's output", worst, limit, "sublayers")
+    return Check("branches", "the branches, added to the stream, give each block's output", largest, limit, "sublayers")
 
 
 def _reads_apart(stream: Stream, entry: Entry, inputs: Tensor, own: Tensor) -> float:
@@ -202,7 +202,7 @@ def _reads_apart(stream: Stream, entry: Entry, inputs: Tensor, own: Tensor) -> f
     last = _last(stream, entry)
     order = torch.randperm(last.shape[1], generator=torch.Generator().manual_seed(0)).to(last.device)
     shuffled = stream.readout(last[:, order], inputs)
-    return _worst(shuffled, own[:, order]) if shuffled.shape[:2] == last.shape[:2] == own.shape[:2] else float("inf")
+    return worst(shuffled, own[:, order]) if shuffled.shape[:2] == last.shape[:2] == own.shape[:2] else float("inf")
 
 
 def _is_causal(stream: Stream, inputs: Tensor, limit: float) -> bool:
@@ -215,11 +215,11 @@ def _is_causal(stream: Stream, inputs: Tensor, limit: float) -> bool:
     if torch.equal(changed, inputs):
         changed[:, -1] = inputs[:, -1] + 1
     a, b = (_last(stream, stream.enter(t))[:, :-1] for t in (inputs, changed))
-    return _worst(a, b) <= limit
+    return worst(a, b) <= limit
 
 
 def _objective(checkpoint: Checkpoint, own: Tensor, width: int, causal: bool) -> Literal["causal", "masked"] | None:
-    if checkpoint.objective is not None or hasattr(checkpoint.model, "config") or checkpoint.inputs == "states":
+    if checkpoint.objective is not None or checkpoint.is_hf or checkpoint.inputs == "states":
         return checkpoint.objective
     # A module of one's own that takes ids and returns one number for each of them is a language model.
     vocabulary = checkpoint.vocab_size

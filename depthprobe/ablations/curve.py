@@ -17,6 +17,7 @@ from depthprobe.estimate import Interval
 
 __all__ = ["save_staging", "show_staging", "staging_frame"]
 
+FEW = 32
 _VALUES = ("relative_kl", "kl", "delta_loss", "top1_agreement")
 
 
@@ -28,7 +29,7 @@ def staging_frame(found: Staging) -> pd.DataFrame:
         for name in _VALUES:
             interval: Interval = getattr(point, name)
             row |= {name: interval.value, f"{name}_ci_low": interval.low, f"{name}_ci_high": interval.high}
-        rows.append(row)
+        rows.append({**row, "n": found.sequences})
     return pd.DataFrame(rows)
 
 
@@ -57,6 +58,10 @@ def show_staging(found: Staging, console: Console | None = None) -> None:
     for kappa, depth in found.depth.items():
         text = f"{depth.value:.1f} of {found.units} stages keep the KL within {kappa:.0%} of the unigram's"
         console.print(Text(f"{text}  [{depth.low:.1f}, {depth.high:.1f}]"))
+    if found.sequences < FEW:
+        console.print(
+            Text(f"Intervals rest on {found.sequences} sequences; below {FEW} they tend to be too narrow.", "dim")
+        )
     console.print(Text(f"Searched: {found.searched}. KL to the unigram: {found.unigram_kl:.2f} nats.", "dim"))
     table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=False)
     for heading in ("stages", "of unigram KL", "Δ loss", "top-1"):

@@ -82,7 +82,7 @@ class Reference:
         last: the unmodified x_L, `[batch, tokens, width]`.
         scored: which positions.
         unigram: log-probabilities of a unigram model, `[vocabulary]`, for `unigram_kl`.
-        chunk: positions read out at once.
+        chunk: about how many positions are read out at once; at least those of one sequence.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ from depthprobe.corpus import Corpus
 from depthprobe.errors import CheckpointError, OutputError, UsageError, VerificationError
 from depthprobe.formats import undisturbed
 from depthprobe.measure import Settings, measure
-from depthprobe.verify import Anatomy, floor
+from depthprobe.verify import Anatomy, floor, worst
 
 __all__ = ["Choice", "choose_drops", "layer_ranges", "order_of", "timed_forwards", "write_pruned"]
 
@@ -90,7 +90,7 @@ def choose_drops(
     blocks = len(anatomy.stream)
     if not 1 <= count < blocks:
         raise UsageError(f"--drop {count}", f"1 to {blocks - 1}")
-    if anatomy.objective != "causal":
+    if anatomy.objective != "causal" or not anatomy.reads_positions_apart:
         raise UsageError("blocks are chosen by KL, and this model has no next-token head", "a causal language model")
     if corpus.sequences < 2:
         raise UsageError("one half of the sequences chooses and the other scores; there is one", "at least 2 sequences")
@@ -163,7 +163,7 @@ def write_pruned(anatomy: Anatomy, schedule: Schedule, folder: Path, inputs: Ten
         with torch.no_grad():
             output = again.model(input_ids=inputs)
         found = output.logits if hasattr(output, "logits") else output.last_hidden_state
-        difference = _worst(found, wanted)
+        difference = worst(found, wanted)
         if difference > floor(checkpoint):
             raise VerificationError(
                 f"the pruned checkpoint's output differs from the schedule's by {difference:.1e}",
@@ -193,6 +193,8 @@ def timed_forwards(models: list[torch.nn.Module], inputs: Tensor, repeats: int =
             for place, model in enumerate(models):
                 started = time.perf_counter()
                 model(input_ids=inputs)
+                if inputs.device.type in ("cuda", "mps"):  # where a call returns before its work is done
+                    getattr(torch, inputs.device.type).synchronize()
                 taken[place].append(time.perf_counter() - started)
     return [median(values) for values in taken]
 
@@ -237,11 +239,6 @@ def _run(anatomy: Anatomy, schedule: Schedule, inputs: Tensor) -> Tensor:
     for stage in schedule.stages:
         x = units.unit(entry, Unit(stage[0].layer), x)
     return anatomy.stream.readout(x, inputs)
-
-
-def _worst(a: Tensor, b: Tensor) -> float:
-    a, b = (t.cpu().double().flatten(1) for t in (a, b))
-    return float(((a - b).norm(dim=1) / b.norm(dim=1)).max())
 
 
 def _card(checkpoint: Checkpoint, schedule: Schedule, order: list[int], source: str) -> str:

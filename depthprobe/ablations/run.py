@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,10 @@ class SweepSettings:
             raise UsageError(f"--score-positions {self.score_positions}", "a share above 0, at most 1")
         if self.batch_size is not None and self.batch_size < 1:
             raise UsageError(f"the batch size is {self.batch_size}", "at least 1, or auto")
+        if self.memory < 1:
+            raise UsageError(f"--memory is {self.memory} bytes", "more than 0")
+        if self.seed < 0:
+            raise UsageError(f"--seed {self.seed}", "0 or more")
 
     def sequences_at_once(self, anatomy: Anatomy, corpus: Corpus) -> int:
         """The batch size: resolved once, since what is resumed must have the same."""
@@ -251,6 +256,9 @@ def _identity(
         "seed": settings.seed,
         "batch_size": step,
         "threads": torch.get_num_threads(),
+        "masks": [_mask_token(anatomy), *getattr(checkpoint.tokenizer, "all_special_ids", [])],
+        "depthprobe": metadata.version("depthprobe"),
+        "numpy": np.__version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }

@@ -58,7 +58,7 @@ class Schedule:
         stages: each a tuple of one or more units.
         combine: what a stage of several units makes of them: `sum` x + Σ F_i(x), `mean` of the outputs,
             `branch-sum` N_last(x + Σ branch_i(x)) for post-LN sublayers, `weights` one block with the mean weights.
-        kind: `skip`, `merge`, `swap`, `repeat`, `reverse`, `shuffle` or `custom`; how the tables call it.
+        kind: `skip`, `merge`, `swap`, `repeat`, `reverse`, `shuffle`, `control` or `custom`; how the tables call it.
         changed: the layers that the change is about.
         words: what tables call it where it is no schedule (a control).
     """
@@ -315,9 +315,11 @@ def reverse(blocks: int, start: int, stop: int) -> Schedule:
 
 
 def shuffle(blocks: int, start: int, stop: int, seed: int) -> Schedule:
-    """Blocks `start` to `stop − 1` in a random order."""
+    """Blocks `start` to `stop − 1` in a random order, which is never the one that they are in."""
     middle = _layers(blocks, range(start, stop))
-    random.Random(seed).shuffle(middle)
+    rng, before = random.Random(seed), list(middle)
+    while len(middle) > 1 and middle == before:
+        rng.shuffle(middle)
     order = [*range(start), *middle, *range(stop, blocks)]
     return Schedule(_chain(order), kind="shuffle", changed=tuple(range(start, stop)))
 

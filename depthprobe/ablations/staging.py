@@ -60,6 +60,7 @@ class Staging:
         combine: how stages of several blocks are combined.
         searched: how the schedules were chosen, in words.
         unigram_kl: KL(unchanged ‖ the corpus's unigram), nats per token: what relative KL is relative to.
+        sequences: how many scored.
         depth: κ → D(κ), the fewest stages with relative KL ≤ κ, interpolated between counts.
         evaluations: block evaluations of the whole search.
     """
@@ -69,6 +70,7 @@ class Staging:
     combine: str
     searched: str
     unigram_kl: float
+    sequences: int
     depth: dict[float, Interval]
     evaluations: int
 
@@ -217,7 +219,7 @@ class _Search:
 
 
 def _changes(groups: Groups) -> dict[tuple[str, tuple[int, ...]], Groups]:
-    """Every way to have one stage less (or, dropping from a merged stage, one block less), by what it does."""
+    """Ways to have one stage less, by what they do: merge two, drop a lone block, drop one of several and merge on."""
     found: dict[tuple[str, tuple[int, ...]], Groups] = {}
     for place, stage in enumerate(groups):
         if place + 1 < len(groups):
@@ -302,7 +304,7 @@ def _summary(
         )
     total = evaluations + swept.evaluations
     blocks = len(anatomy.stream)
-    return Staging(blocks, tuple(points), combine, searched, float(unigram.mean()), depth, total)
+    return Staging(blocks, tuple(points), combine, searched, float(unigram.mean()), corpus.sequences, depth, total)
 
 
 def _interval(resampler: Resampler, values: NDArray[np.float64]) -> Interval:

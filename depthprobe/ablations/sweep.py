@@ -86,9 +86,11 @@ def run_batch(
 
     def noise(layer: int) -> Tensor:
         """A random vector of the norm of what merging layer − 1 and layer drops."""
-        blind = units.unit(entry, Unit(layer), spine[layer - 1]) - spine[layer - 1]
-        dropped = (spine[layer + 1] - spine[layer]) - blind
-        return direction(layer, dropped) * torch.linalg.vector_norm(dropped, dim=-1, keepdim=True)
+        before, here, after = (spine[i].float() for i in (layer - 1, layer, layer + 1))
+        blind = units.unit(entry, Unit(layer), spine[layer - 1]).float() - before
+        dropped = (after - here) - blind
+        vector = direction(layer, dropped) * torch.linalg.vector_norm(dropped, dim=-1, keepdim=True)
+        return vector.to(spine[layer].dtype)
 
     def walk(node: Trie, x: Tensor, on_spine: int | None) -> None:
         if node.ends:

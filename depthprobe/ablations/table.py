@@ -26,6 +26,7 @@ PROXIES = {
     "angular_distance": "skip",
     "interaction_error": "merge",
 }
+SILENT = 1e-7  # nats, or 1 − cos: below it a skip's cost is rounding
 Floats = NDArray[np.float64]
 
 
@@ -64,14 +65,17 @@ def merge_against_skip(swept: Swept, resampler: Resampler, cost: str = "kl") -> 
         cost: `kl`, or `state_distance` without a head.
 
     Returns:
-        `layers`, a list of layer, value, ci_low, ci_high; `median` and `slope` with intervals. None where the sweep
-        lacks one of the two.
+        `layers`, a list of layer, value, ci_low, ci_high, without those that cost nothing to skip; `median` and
+        `slope` with intervals. None where the sweep lacks one of the two.
     """
     columns = swept.effects.get(cost)
     skips = _by_layer(swept, "skip", 1)
     merges = _by_layer(swept, "merge", 2)
-    layers = sorted(set(skips) & set(merges))
-    if columns is None or len(layers) < 2:
+    # A block that does nothing costs nothing to skip: its ratio would be rounding over rounding.
+    if columns is None:
+        return None
+    layers = [i for i in sorted(set(skips) & set(merges)) if columns[:, skips[i]].mean() > SILENT]
+    if len(layers) < 2:
         return None
     chosen = columns[:, [*(merges[i] for i in layers), *(skips[i] for i in layers)]]
     count = len(layers)

@@ -82,10 +82,10 @@ class Units:
         outputs = [run(unit) for unit in stage]
         if combine == "mean":
             return torch.stack(outputs).mean(dim=0)
-        total = x
+        total = x.float()
         for output in outputs:
-            total = total + (output - x)
-        return total
+            total = total + (output.float() - x.float())
+        return total.to(x.dtype)
 
     def _count(self) -> None:
         self.evaluations += 1

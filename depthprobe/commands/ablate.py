@@ -34,6 +34,7 @@ from depthprobe.commands.options import (
 from depthprobe.errors import DepthprobeError, OutputError
 
 if TYPE_CHECKING:
+    from depthprobe.ablation import Ablations
     from depthprobe.checkpoint import Checkpoint
     from depthprobe.corpus import Corpus
     from depthprobe.report import Report
@@ -152,17 +153,40 @@ def ablate(
             found = run_ablations(anatomy, corpus, chosen, settings, progress, kept, report.layers, report.pairs)
     except KeyboardInterrupt:
         raise _InterruptedError("interrupted", fix="finished chunks are kept, --resume goes on") from None
-    run = {**report.run, "ablation_command": command_line()}
-    path = replace(report, ablations=found.table, merging=found.merging, run=run).save(target, figures)  # type: ignore[arg-type]
+    report = _joined(report, found)
+    path = report.save(target, figures)  # type: ignore[arg-type]
     shutil.rmtree(kept, ignore_errors=True)
-    show(replace(report, ablations=found.table, merging=found.merging), saved=path)
+    show(report, saved=path)
+
+
+def _joined(report: Report, found: Ablations) -> Report:
+    """The report with these ablations beside its own, if those were made on the same text, or instead of them."""
+    import pandas as pd
+
+    from depthprobe.progress import say
+
+    table, merging, before = found.table, found.merging, report.merging
+    same = ("sha256", "sequences", "tokens", "score_positions")
+    if before and all(before.get(name) == merging[name] for name in same):
+        key = ["schedule", "combine", "metric"]
+        again = report.ablations.set_index(key).index.isin(table.set_index(key).index)
+        table = pd.concat([report.ablations[~again], table], ignore_index=True)
+        merging = {
+            **merging,
+            "rho": merging["rho"] or before["rho"],
+            "proxies": merging["proxies"] or before["proxies"],
+        }
+    elif before:
+        say("The report's earlier ablations were made on other tokens or positions: these replace them.")
+    run = {**report.run, "ablation_command": command_line()}
+    return replace(report, ablations=table, merging=merging, run=run)
 
 
 def _report(model: Checkpoint, corpus: Corpus, anatomy: Anatomy, target: Path, seed: int) -> Report:
     """The report of this model in `target`, made now where there is none.
 
     Raises:
-        OutputError: the report there is of another model.
+        OutputError: the report there is of another model or text.
     """
     from depthprobe.analysis import build_report
     from depthprobe.fingerprint import fingerprint
@@ -178,6 +202,11 @@ def _report(model: Checkpoint, corpus: Corpus, anatomy: Anatomy, target: Path, s
         if odd:
             raise OutputError(
                 f"{target} holds a report of a model with another {', '.join(odd)}", fix="choose another --out"
+            )
+        if report.corpus["name"] != corpus.name:
+            raise OutputError(
+                f"{target} holds a report on {report.corpus['name']}, and this is {corpus.name}",
+                fix="choose another --out",
             )
         return report
     settings = Settings(seed=seed)

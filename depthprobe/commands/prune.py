@@ -90,7 +90,7 @@ def prune(
     pruned = load(out, device=str(model.device))
     before, after = timed_forwards([model.model, pruned.model], inputs)
     print(f"{out}: blocks {chosen}; output differs from the schedule's by {difference:.1e}")
-    if anatomy.objective == "causal":
+    if anatomy.objective == "causal" and anatomy.reads_positions_apart:
         swept = sweep(anatomy, corpus, [chosen], settings)
         assert swept.base_loss is not None
         loss, change = swept.base_loss.mean(), swept.effects["delta_loss"].mean()

@@ -72,7 +72,7 @@ class Step:
         layer: index of the block.
         x: the state before it, `[batch, tokens, width]` in the model's dtype.
         z: the state after it.
-        update: Δ = z − x in float32.
+        update: Δ in float32: z − x, or in half precision the sum of the branches where they were found.
         branches: `attention` and `mlp` as (s, u), where they were found.
     """
 

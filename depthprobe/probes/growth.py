@@ -65,6 +65,14 @@ class Growth:
 
     def _unit(self, batch: Batch, layer: int, unit: str, dots: Dots) -> None:
         size = ratio(dots.uu.sqrt(), dots.ss.sqrt())
+        if not bool(torch.isfinite(size[:, batch.skip :]).all()):
+            row, position = (~torch.isfinite(size)).nonzero()[-1].tolist()
+            raise NonFiniteError(
+                f"the state that the {unit} of block {layer} adds to has norm 0 (sequence {batch.sequences[row]}, "
+                f"position {position})",
+                "a state to compare the update with",
+                "leave out texts with ids whose embedding is 0, such as padding",
+            )
         self._add(batch, "update_norm", unit, layer, dots.uu.sqrt())
         self._add(batch, "update_ratio", unit, layer, size)
         self.means.add(("update_ratio_median", unit, layer), batch.sequences, median_tokens(size, batch.skip))

@@ -21,7 +21,7 @@ class Lens:
         sequences: number of sequences of the corpus.
         budget: how many positions to read out in all, at the cost of one head a layer and position.
         targets: whether the next token of each position is a target (not so for a masked model run unmasked).
-        chunk: how many positions are read out at once; bounds the memory that logits take.
+        chunk: about how many positions are read out at once; at least those of one sequence.
     """
 
     def __init__(self, means: PerSequence, sequences: int, budget: int, targets: bool, chunk: int = 256) -> None:

@@ -86,8 +86,11 @@ def cka(pair: Pair) -> Interval | None:
     a, b = pair.a, pair.b
     if len(a.bounds) > 2 and len(a.x) - max(np.diff(a.bounds)) < 4:
         return None
+    alone = len(a.bounds) == 2  # one group: nothing is left once it is left out
     both = _hsic(a, b, a.moment + pair.across if pair.sign == 1 else pair.across)
     below = _hsic(a, a, a.moment) * _hsic(b, b, b.moment)
+    if alone:
+        both, below = both[:1], below[:1]
     if not bool((below > 0).all()):
         return None
     value, *left_out = (both / below.sqrt()).tolist()

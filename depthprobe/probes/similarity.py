@@ -69,8 +69,8 @@ class Similarity:
             for start in range(0, tokens, size):
                 x = torch.stack([state[place, start : start + size] for state in self.states], dim=1)
                 gram = torch.bmm(x, x.transpose(1, 2)).clamp_(-1, 1)
-                cosines += gram.sum(dim=0).double().cpu() / tokens
-                angles += gram.acos_().sum(dim=0).double().cpu() / (math.pi * tokens)
+                cosines += gram.sum(dim=0).cpu().double() / tokens
+                angles += gram.acos_().sum(dim=0).cpu().double() / (math.pi * tokens)
             for layer, angle in enumerate(self.neighbours):
                 angles[layer, layer + 1] = angle[place].cpu() / math.pi
             self.pairs["angular_distance"][sequence] = angles.numpy()[rows, columns]
