@@ -19,7 +19,7 @@ test: setup weights  ## set up, fetch the real models, then lint, check types an
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 weights: setup  ## fetch the two real models (90 MB each) into .weights, unless they are there
 	$(BIN)/python scripts/fetch_weights.py

@@ -14,6 +14,7 @@ from depthprobe.commands.ablate import ablate
 from depthprobe.commands.analyze import analyze
 from depthprobe.commands.inspect import inspect
 from depthprobe.commands.metrics import metrics
+from depthprobe.commands.options import remember
 from depthprobe.commands.prune import prune
 from depthprobe.commands.stages import stages
 from depthprobe.errors import DepthprobeError
@@ -57,6 +58,7 @@ for command in (analyze, inspect, ablate, stages, prune, metrics):
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; every failure is one line and an exit status: 2 wrong usage, 130 interrupted, 1 failed."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    remember(arguments)
     warnings.filterwarnings("ignore")  # of libraries; depthprobe says what it has to say itself
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -72,7 +72,7 @@ def test_analyze_writes_what_the_design_names(folder: Path, tmp_path: Path, caps
     assert sorted(set(zip(pairs["i"], pairs["j"], strict=True))) == [(i, j) for i in range(4) for j in range(i + 1, 4)]
     document = json.loads((out / "report.json").read_text())
     assert document["schema_version"] == 1
-    assert document["run"]["command"].startswith("depthprobe ")
+    assert document["run"]["command"].split()[:3] == ["depthprobe", "analyze", str(folder / "tiny")]
     assert all(check["passed"] for check in document["verification"])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -112,9 +111,17 @@ def check_figures(figures: str) -> None:
         raise UsageError(f"--figures {figures}", "png or svg")
 
 
+_typed: list[str] = []
+
+
+def remember(arguments: list[str]) -> None:
+    """Keep what the command line was given, for `command_line`."""
+    _typed[:] = arguments
+
+
 def command_line() -> str:
     """What the user typed, quoted so that it can be typed again."""
-    return shlex.join(["depthprobe", *sys.argv[1:]])
+    return shlex.join(["depthprobe", *_typed])
 
 
 def preparation(values: dict[str, Any]) -> dict[str, Any]:
