@@ -57,7 +57,7 @@ class Ablations:
 
 def ablate(
     model: str | Path | nn.Module | Checkpoint,
-    schedules: Iterable[str | Schedule] | None = None,
+    schedules: str | Iterable[str | Schedule] | None = None,
     data: Any = None,
     *,
     combine: Combine = "sum",
@@ -101,6 +101,7 @@ def ablate(
     """
     settings = SweepSettings(score_positions, seed, None if batch_size == "auto" else batch_size)
     settings.check()
+    schedules = [schedules] if isinstance(schedules, str) else schedules
     given = None if schedules is None else [parse(s, combine) if isinstance(s, str) else s for s in schedules]
     _, corpus, anatomy = prepare(
         model, data, tokens=tokens, seq_len=seq_len, seed=seed, bos=bos, text_field=text_field, **loading

@@ -59,6 +59,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line; every failure is one line and an exit status: 2 wrong usage, 130 interrupted, 1 failed."""
     arguments = sys.argv[1:] if arguments is None else arguments
     remember(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal without Δ and – still gets its numbers
     warnings.filterwarnings("ignore")  # of libraries; depthprobe says what it has to say itself
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -60,7 +60,7 @@ def growth(means: PerSequence, blocks: int, resampler: Resampler) -> dict[str, A
 
     Returns:
         cross_share, growth_power, growth_rate, update_growth_rate (value with interval, None where it has no
-        meaning), r2_power, r2_rate, and `decomposition` with one entry a state.
+        meaning), r2_power, r2_rate, r2_update, and `decomposition` with one entry a state.
     """
     norms = _columns(means, "residual_norm", range(blocks + 1))
     energy = _columns(means, "_energy", range(blocks + 1))
@@ -74,7 +74,7 @@ def growth(means: PerSequence, blocks: int, resampler: Resampler) -> dict[str, A
 
     depth = np.arange(1.0, blocks + 1)
     found: dict[str, Any] = {"cross_share": None, "growth_power": None, "growth_rate": None, "update_growth_rate": None}
-    found |= {"r2_power": None, "r2_rate": None}
+    found |= {"r2_power": None, "r2_rate": None, "r2_update": None}
     gained = abs(float((energy[:, -1] - energy[:, 0]).mean()))
     if gained > 1e-6 * float(energy.mean()):
         found["cross_share"] = _plain(resampler.function(np.hstack([energy, cross]), share))
@@ -89,6 +89,7 @@ def growth(means: PerSequence, blocks: int, resampler: Resampler) -> dict[str, A
         every = np.arange(float(blocks))
         rate = resampler.function(sizes, lambda m: np.exp(_slope(every, np.log(m))))
         found["update_growth_rate"] = _plain(rate)
+        found["r2_update"] = _r2(every, np.log(sizes.mean(axis=0)))
     total, added, aligned = energy.mean(axis=0), updates.mean(axis=0), 2 * cross.mean(axis=0)
     found["decomposition"] = [
         {

@@ -170,7 +170,9 @@ class TestAblate:
         options = ["--kinds", "skip", "--unit", "mlp", "--out", out]
         assert run("ablate", folder / "tiny", "--data", folder / "ids.npy", *options) == 0
         table = ablations(out)
-        assert set(table["unit"]) == {"mlp"}, "the new table takes the old one's place"
+        assert set(table["unit"]) == {"block", "mlp"}, "on the same text new rows join the old ones"
+        assert not table.duplicated(["schedule", "combine", "metric"]).any()
+        table = table.query("unit == 'mlp'")
         assert set(table["layers"]) == {"0", "1", "2", "3"}
 
     def test_a_model_without_a_head(self, folder: Path, tmp_path: Path) -> None:
@@ -372,7 +374,7 @@ class TestStages:
         assert list(table["stages"]) == [4, 3, 2, 1, 0]
         values = ["relative_kl", "kl", "delta_loss", "top1_agreement"]
         columns = [f"{name}{end}" for name in values for end in ("", "_ci_low", "_ci_high")]
-        assert list(table.columns) == ["stages", "schedule", "combine", *columns]
+        assert list(table.columns) == ["stages", "schedule", "combine", *columns, "n"]
         assert table["schedule"].iloc[0] == "0-3"
         assert set(table["combine"]) == {"sum"}
 

@@ -121,7 +121,7 @@ def ablate(
     from depthprobe.ablations.units import Units
     from depthprobe.prepare import prepare
     from depthprobe.progress import Bar, say
-    from depthprobe.report.screen import show
+    from depthprobe.report.screen import show, show_schedules
 
     settings = SweepSettings(score_positions, seed, size, int(memory * 2**30))
     settings.check()
@@ -157,6 +157,8 @@ def ablate(
     path = report.save(target, figures)  # type: ignore[arg-type]
     shutil.rmtree(kept, ignore_errors=True)
     show(report, saved=path)
+    if wanted:
+        show_schedules(found.table)
 
 
 def _joined(report: Report, found: Ablations) -> Report:
@@ -166,6 +168,9 @@ def _joined(report: Report, found: Ablations) -> Report:
     from depthprobe.progress import say
 
     table, merging, before = found.table, found.merging, report.merging
+    if merging["corpus"] != report.corpus["name"]:
+        other = f"The changed models ran on {merging['corpus']}, the unmodified one on {report.corpus['name']}."
+        merging = {**merging, "proxies": [], "notes": [*merging["notes"], other]}
     same = ("sha256", "sequences", "tokens", "score_positions")
     if before and all(before.get(name) == merging[name] for name in same):
         key = ["schedule", "combine", "metric"]
@@ -186,7 +191,7 @@ def _report(model: Checkpoint, corpus: Corpus, anatomy: Anatomy, target: Path, s
     """The report of this model in `target`, made now where there is none.
 
     Raises:
-        OutputError: the report there is of another model or text.
+        OutputError: the report there is of another model.
     """
     from depthprobe.analysis import build_report
     from depthprobe.fingerprint import fingerprint
@@ -202,11 +207,6 @@ def _report(model: Checkpoint, corpus: Corpus, anatomy: Anatomy, target: Path, s
         if odd:
             raise OutputError(
                 f"{target} holds a report of a model with another {', '.join(odd)}", fix="choose another --out"
-            )
-        if report.corpus["name"] != corpus.name:
-            raise OutputError(
-                f"{target} holds a report on {report.corpus['name']}, and this is {corpus.name}",
-                fix="choose another --out",
             )
         return report
     settings = Settings(seed=seed)

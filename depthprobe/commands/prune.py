@@ -23,7 +23,7 @@ from depthprobe.commands.options import (
     Trust,
     preparation,
 )
-from depthprobe.errors import UsageError
+from depthprobe.errors import OutputError, UsageError
 
 
 def prune(
@@ -62,6 +62,9 @@ def prune(
     if (schedule is None) == (drop is None):
         raise UsageError("prune needs to know which blocks go", "either --schedule or --drop")
 
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise OutputError(f"{out} is there already", "a new or empty folder", "choose another --out")
+
     from depthprobe.ablations.pruning import choose_drops, layer_ranges, order_of, timed_forwards, write_pruned
     from depthprobe.ablations.run import SweepSettings, sweep
     from depthprobe.ablations.schedule import parse, skip
@@ -94,6 +97,7 @@ def prune(
         swept = sweep(anatomy, corpus, [chosen], settings)
         assert swept.base_loss is not None
         loss, change = swept.base_loss.mean(), swept.effects["delta_loss"].mean()
+        print(f"  on all {corpus.sequences} sequences of the text:")
         print(f"  loss        {loss:.3f} → {loss + change:.3f} nats a token, KL {swept.effects['kl'].mean():.3f}")
     print(f"  forward     {before * 1e3:.0f} → {after * 1e3:.0f} ms for {inputs.shape[0]} × {inputs.shape[1]} tokens")
     print(f"  parameters  {model.parameters:,} → {pruned.parameters:,}")

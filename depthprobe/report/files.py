@@ -27,6 +27,10 @@ def check_writable(directory: str | Path) -> None:
     """
     target = Path(directory)
     with _errors(target):
+        if (target / "report.html").exists() and not (target / "report.json").exists():
+            raise OutputError(
+                f"{target / 'report.html'} is not a report of depthprobe", fix=f"move it away or {_ELSEWHERE}"
+            )
         home = _nearest(target)
         probe = home / f".depthprobe-{uuid.uuid4().hex}"
         try:

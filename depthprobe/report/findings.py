@@ -139,6 +139,9 @@ def _updates(report: Report) -> Finding | None:
     )
     if not _known(rate) or len(sizes) < 3:
         return Finding("Update size", text + ".")
+    fit = report.growth.get("r2_update")
+    if fit is not None and fit < _FITS:
+        return Finding("Update size", f"{text}; no constant rate a block describes them (R² {number(fit, 2)}).")
     low, high = ends(rate)
     verdict = "growing" if low > 1 else "shrinking" if high < 1 else "not told apart from constant"
     return Finding("Update size", f"{text}; trend × {with_interval(rate, 4)} a block: {verdict}.")

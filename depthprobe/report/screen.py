@@ -5,15 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from depthprobe.report.findings import findings, headline
 from depthprobe.report.schema import Report
-from depthprobe.report.tables import anatomy_rows, layer_table, visible
+from depthprobe.report.tables import anatomy_rows, layer_table, number, visible
 
-__all__ = ["show", "show_anatomy"]
+__all__ = ["show", "show_anatomy", "show_schedules"]
 
 _LAYERS = 6
 _COLUMNS = 7
@@ -74,6 +75,25 @@ def show_anatomy(found: dict[str, Any], console: Console | None = None) -> None:
     console.print(rows, checks, sep="\n")
     for note in (*model["notes"], *anatomy["notes"]):
         console.print(Text(visible(note), "dim"))
+
+
+def show_schedules(table: pd.DataFrame, console: Console | None = None) -> None:
+    """Print what each schedule costs, a line each.
+
+    Args:
+        table: rows of `ablations.csv`.
+        console: where to; standard output by default.
+    """
+    console = console or Console(highlight=False)
+    values = table.pivot_table(index="schedule", columns="metric", values="value", sort=False)
+    names = [name for name in ("kl", "delta_loss", "top1_agreement", "state_distance") if name in values]
+    grid = Table(box=None, padding=(0, 2), header_style="dim", pad_edge=False)
+    grid.add_column("schedule", overflow="fold")
+    for name in names:
+        grid.add_column(name, justify="right")
+    for schedule, row in values.iterrows():
+        grid.add_row(Text(visible(str(schedule))), *(number(float(row[name])) for name in names))
+    console.print(grid)
 
 
 def _findings(report: Report) -> Table:
