@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from depthprobe.checkpoint import Checkpoint
 from depthprobe.errors import AnatomyError
 
-__all__ = ["BlockList", "call_model", "find_blocks", "model_output", "same"]
+__all__ = ["BlockList", "call_model", "find_blocks", "model_output"]
 
 # Such a list does carry the stream, only not as one tensor through blocks called once: nothing inside it is the stream.
 _STREAM_REFUSED = ("is changed between", "times in one forward pass", "more than one residual stream")
@@ -132,15 +132,6 @@ def model_output(output: Any, batch_first: bool = True) -> Tensor:
     return tensor if batch_first else tensor.transpose(0, 1)
 
 
-def same(a: Tensor, b: Tensor, tolerance: float = 0.0) -> bool:
-    """Whether two tensors hold the same numbers, up to a relative difference of their norms."""
-    if a.shape != b.shape:
-        return False
-    if tolerance == 0.0:
-        return torch.equal(a, b)
-    return bool((a.double() - b.double()).norm() <= tolerance * b.double().norm())
-
-
 def _is_list(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 0
 
@@ -255,7 +246,7 @@ def _check(
         return f"{name} carries states of shape {tuple(first.shape)} for inputs of shape {tuple(inputs.shape)}"
     for index, (call, following) in enumerate(pairwise(flat)):
         assert call.after is not None
-        if not same(call.after, following.before):
+        if not torch.equal(call.after, following.before):
             return f"the stream of {name} is changed between blocks {index} and {index + 1}"
     if len({(call.slot, call.returns) for call in flat}) > 1:
         return f"the blocks of {name} take or return the stream in different ways"
