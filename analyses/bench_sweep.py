@@ -2,10 +2,11 @@
 
     python analyses/bench_sweep.py [CHECKPOINT] [--tokens 512] [--repeats 3] [--threads 2]
 
-The plain loop is what one would write without sharing: for every schedule, run the blocks from the first to the last,
-read out, and compare with the unmodified predictions, which both sides make once a batch. Times are noisy, so both
-sides alternate in one process, and the ratio of each pair is what counts: by the clock, and by the CPU time of the
-process, which other jobs on the machine disturb less.
+The plain loop is what one would write without sharing: for every schedule a full forward pass, from the embedding
+through the blocks to the logits of every position, whose scored ones are then compared with the unmodified predictions
+by the same function as the sweep's. With --thrifty the plain loop, too, reads out no more than the scored positions and
+those in the same chunks. Times are noisy, so both sides alternate in one process, and the ratio of each pair is what
+counts: by the clock, and by the CPU time of the process, which other jobs on the machine disturb less.
 """
 
 import argparse
@@ -43,6 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="pairs of runs; medians are printed")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--score-positions", default="0.25,1", help="shares of the positions to score (default: both)")
+    parser.add_argument("--thrifty", action="store_true", help="a plain loop that reads out scored positions alone")
     parser.add_argument("--no-memory", action="store_true", help="leave out the peak memory, which takes a minute")
     parser.add_argument("--peak", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -72,7 +74,7 @@ def times(options: argparse.Namespace) -> None:
             f"--score-positions {share:g}{target}",
             units,
             lambda s=settings: sweep(anatomy, corpus, schedules, s, progress=_count(units)),  # type: ignore[misc]
-            lambda s=share, b=step: plain_loop(units, corpus, schedules, s, b),  # type: ignore[misc]
+            lambda s=share, b=step: plain_loop(units, corpus, schedules, s, b, options.thrifty),  # type: ignore[misc]
             options.repeats,
         )
     alternate(
@@ -85,27 +87,44 @@ def times(options: argparse.Namespace) -> None:
 
 
 def plain_loop(
-    units: Units, corpus: Corpus, schedules: list[Schedule], share: float | None, step: int | None = None
+    units: Units,
+    corpus: Corpus,
+    schedules: list[Schedule],
+    share: float | None,
+    step: int | None = None,
+    thrifty: bool = False,
 ) -> None:
-    """Every schedule from the first block to the last, one after another; only the last states without a share."""
+    """Every schedule from the embedding to the effects, one after another; only the last states without a share."""
     stream = units.stream
     step = step or corpus.sequences
     with torch.no_grad():
         for start in range(0, corpus.sequences, step):
             inputs = corpus.inputs[start : start + step]
-            entry = stream.enter(inputs)
-            last = list(stream.states(entry))[-1]
+            last = list(stream.states(stream.enter(inputs)))[-1]
             units.evaluations += len(stream)
             reference = None
             if share is not None:
                 scored = Scored.next_token(inputs, np.arange(start, start + len(inputs)), share, 0)
                 reference = Reference(stream, last, scored)
             for schedule in schedules:
-                x = full_pass(units, entry, schedule)
-                if reference is not None:
+                x = full_pass(units, stream.enter(inputs), schedule)
+                if reference is None:
+                    state_distance(x, last)
+                elif thrifty:
                     reference.compare(x)
                 else:
-                    state_distance(x, last)
+                    compare_all(reference, x, inputs)
+
+
+def compare_all(reference: Reference, x: torch.Tensor, inputs: torch.Tensor) -> dict[str, np.ndarray]:
+    """The effects from the logits of every position, as a forward pass of the model gives them."""
+    logits = reference.stream.readout(x, inputs).float()
+    positions = reference.scored.positions
+    rows = torch.arange(len(inputs))[:, None]
+    every = positions.shape[1] == inputs.shape[1] - 1
+    # Nothing is copied where all positions are scored
+    at = [logits[part] if every else logits[rows[part[0]], positions[part]] for part in reference.parts]
+    return reference.effects(at)
 
 
 def full_pass(units: Units, entry: Entry, schedule: Schedule) -> torch.Tensor:

@@ -16,7 +16,7 @@ from families import build, ids
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from depthprobe.ablations.effects import Reference, Scored, state_distance
+from depthprobe.ablations.effects import Reference, Scored, _Unmodified, state_distance
 from depthprobe.ablations.kinds import KINDS, controls, schedules
 from depthprobe.ablations.run import SweepSettings, sweep
 from depthprobe.ablations.schedule import (
@@ -156,6 +156,16 @@ class TestEffects:
         assert found["kl"].min() >= 0
         assert 0 <= found["top1_agreement"].min() <= found["top1_agreement"].max() <= 1
 
+    def test_kl_where_a_token_rises_from_no_probability_at_all(self) -> None:
+        """Its share of log Σ p e^c has no room in float32, whether e^c still has or not."""
+        before = torch.tensor([[[0.0, -200.0, 1.0], [0.0, -95.0, 1.0], [0.0, -60.0, 1.0], [0.0, -200.0, 1.0]]])
+        after = torch.tensor([[[0.0, 2.0, 1.0], [0.0, -9.0, 1.0], [0.0, 2.0, 1.0], [0.0, -120.0, 1.0]]])
+        p, q = (logits.double().log_softmax(-1) for logits in (before, after))
+        found = _Unmodified.of(before, torch.tensor([[0, 1, 2, 1]])).effects(after)
+        np.testing.assert_allclose(found["kl"], (p.exp() * (p - q)).sum(-1), rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(found["delta_loss"], (p - q)[0, range(4), [0, 1, 2, 1]][None], rtol=1e-5)
+        assert found["top1_agreement"].tolist() == [[0, 1, 0, 1]]
+
     def _tiny(self) -> tuple[Reference, Scored, Tensor, Tensor]:
         generator = torch.Generator().manual_seed(3)
         head = torch.randn(VOCAB, WIDTH, generator=generator, dtype=torch.float64) / 2
@@ -172,12 +182,12 @@ class TestEffects:
                 return self(x.double()).float()
 
         scored = Scored.next_token(INPUTS, np.arange(3), 1.0, 0)
-        return Reference(Head(), last, scored), scored, last, change
+        return Reference(Head(), last, scored, chunk=1000), scored, last, change
 
     def test_readout_in_chunks_is_the_same(self) -> None:
         reference, scored, last, change = self._tiny()
         whole = reference.compare(last + change)
-        for chunk in (1, 24, 50):
+        for chunk in (1, 5, 24, 50):
             pieces = Reference(reference.stream, last, scored, chunk=chunk).compare(last + change)
             for name in whole:
                 np.testing.assert_allclose(pieces[name], whole[name], rtol=1e-6)

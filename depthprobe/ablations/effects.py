@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -16,7 +18,13 @@ __all__ = ["EFFECTS", "Reference", "Scored", "state_distance"]
 
 EFFECTS = ("delta_loss", "kl", "top1_agreement")
 MASKED = 0.15  # share of the positions at which a masked language model is scored (Devlin et al. 2019)
-NEAR = 1e-2  # nats below which a difference of two logarithms is taken from their ratio instead
+NEAR = 1e-3  # nats of KL below which it is taken from e^c − 1 instead of e^c
+TINY = -80.0  # log of about the smallest probability whose product with e^c float32 still resolves
+# Logits of one readout. glibc hands blocks above 32 MiB back to the system at once, and touching their pages anew costs
+# about a third of SmolLM2's readout (two cores).
+CHUNK_BYTES = 30 << 20
+
+Part = tuple[slice, slice]  # of the sequences, and of their scored positions
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,83 +83,127 @@ class Reference:
     """The unmodified model's predictions at the scored positions, to compare changed ones with.
 
     Keeps one copy of the unmodified probabilities and logits, `[scored positions, vocabulary]`; changed logits are
-    made in chunks of positions and thrown away.
+    made in chunks of positions and overwritten.
 
     Args:
         stream: the model.
         last: the unmodified x_L, `[batch, tokens, width]`.
         scored: which positions.
         unigram: log-probabilities of a unigram model, `[vocabulary]`, for `unigram_kl`.
-        chunk: about how many positions are read out at once; at least those of one sequence.
+        chunk: the most positions that are read out at once; None for as many as `CHUNK_BYTES` of logits hold.
     """
 
     def __init__(
-        self, stream: Stream, last: Tensor, scored: Scored, unigram: Tensor | None = None, chunk: int = 256
+        self, stream: Stream, last: Tensor, scored: Scored, unigram: Tensor | None = None, chunk: int | None = None
     ) -> None:
         self.stream, self.scored = stream, scored
-        self.rows = max(1, chunk // scored.positions.shape[1])
-        self.logits: list[Tensor] = []
-        self.chance: list[Tensor] = []
-        self.best: list[Tensor] = []
-        self.lse: list[Tensor] = []
-        self.loss: list[Tensor] = []
+        chunk = chunk or CHUNK_BYTES // (4 * (stream.checkpoint.vocab_size or 1))
+        sequences, count = scored.positions.shape
+        self.parts = _parts(sequences, count, max(1, chunk))
+        self.unmodified: list[_Unmodified] = []
         self.to_unigram: list[Tensor] = []
-        for part in self._parts():
-            logits = self._readout(last, part)
-            lse = logits.logsumexp(dim=-1)
-            chance = (logits - lse[..., None]).exp_()
-            self.logits.append(logits)
-            self.chance.append(chance)
-            self.lse.append(lse)
-            self.best.append(logits.argmax(dim=-1))
-            self.loss.append(lse - _at(logits, scored.targets[part]))
+        for part in self.parts:
+            kept = _Unmodified.of(self._readout(last, part), scored.targets[part])
+            self.unmodified.append(kept)
             if unigram is not None:
-                entropy = lse - (chance * logits).sum(dim=-1)
-                self.to_unigram.append(-entropy - chance @ unigram)
+                entropy = kept.lse - (kept.chance * kept.logits).sum(dim=-1)
+                self.to_unigram.append(-entropy - kept.chance @ unigram)
 
     def base_loss(self) -> NDArray[np.float64]:
         """Mean cross-entropy of the unmodified model, `[batch]`, nats."""
-        return _means(torch.cat(self.loss))
+        return self._means([kept.loss for kept in self.unmodified])
 
     def unigram_kl(self) -> NDArray[np.float64] | None:
         """KL(unmodified ‖ unigram), `[batch]`, nats; None where no unigram was given."""
-        return _means(torch.cat(self.to_unigram)) if self.to_unigram else None
+        return self._means(self.to_unigram) if self.to_unigram else None
 
     def compare(self, last: Tensor) -> dict[str, NDArray[np.float64]]:
         """The effects of a changed x_L `[batch, tokens, width]`, each a mean over scored positions, `[batch]`."""
-        kls, losses, agreements = [], [], []
-        for index, part in enumerate(self._parts()):
-            logits = self._readout(last, part)
-            targets = self.scored.targets[part]
-            gap = self.logits[index] - logits
-            apart = (self.chance[index] * gap).sum(dim=-1)
-            shift = logits.logsumexp(dim=-1) - self.lse[index]
-            kl = apart + shift
-            # Two nearly equal logarithms leave only rounding: there, log Σ p e^c − Σ p c with c = apart − gap is exact.
-            near = kl.abs() < NEAR
-            if bool(near.any()):
-                chance, c = self.chance[index][near], apart[near][:, None] - gap[near]
-                exact = (chance * torch.expm1(c)).sum(dim=-1).log1p() - (chance * c).sum(dim=-1)
-                # A token of no probability that gains more nats than float32 has exponents leaves 0 · ∞.
-                kl[near] = torch.where(exact.isfinite(), exact, kl[near])
-                shift[near] = kl[near] - apart[near]
-            kls.append(kl.clamp_min(0))
-            losses.append(_at(gap, targets) + shift)
-            agreements.append((logits.argmax(dim=-1) == self.best[index]).float())
-        return {
-            "delta_loss": _means(torch.cat(losses)),
-            "kl": _means(torch.cat(kls)),
-            "top1_agreement": _means(torch.cat(agreements)),
-        }
+        return self.effects(self._readout(last, part) for part in self.parts)
 
-    def _parts(self) -> list[slice]:
-        count = len(self.scored.positions)
-        return [slice(start, min(start + self.rows, count)) for start in range(0, count, self.rows)]
+    def effects(self, logits: Iterable[Tensor]) -> dict[str, NDArray[np.float64]]:
+        """The same from changed logits `[sequences, positions, vocabulary]`, one of each of `parts`; overwritten."""
+        found = [kept.effects(changed) for kept, changed in zip(self.unmodified, logits, strict=True)]
+        return {name: self._means([effect[name] for effect in found]) for name in EFFECTS}
 
-    def _readout(self, last: Tensor, part: slice) -> Tensor:
+    def _means(self, values: list[Tensor]) -> NDArray[np.float64]:
+        """Over the scored positions of each sequence, from a value a position of each of `parts`."""
+        whole = torch.empty(self.scored.positions.shape, dtype=torch.float64)
+        for part, value in zip(self.parts, values, strict=True):
+            whole[part] = value.cpu().double()
+        return whole.mean(dim=1).numpy()
+
+    def _readout(self, last: Tensor, part: Part) -> Tensor:
         positions = self.scored.positions[part]
-        rows = torch.arange(len(last), device=last.device)[part, None]
+        rows = torch.arange(len(last), device=last.device)[part[0], None]
         return self.stream.readout(last[rows, positions], self.scored.ids[part]).float()
+
+
+@dataclass(frozen=True, eq=False)
+class _Unmodified:
+    """The unmodified predictions of one part; `[sequences, positions]`, with the vocabulary behind where it says so.
+
+    Attributes:
+        logits: `[sequences, positions, vocabulary]`.
+        chance: their softmax, the same shape.
+        mass: its sum over the vocabulary, 1 but for rounding.
+        lse: log Σ exp of the logits.
+        best: the most likely id.
+        targets: the id that follows.
+        spread: whether some token's probability is too small for float32.
+    """
+
+    logits: Tensor
+    chance: Tensor
+    mass: Tensor
+    lse: Tensor
+    best: Tensor
+    targets: Tensor
+    spread: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor, targets: Tensor) -> _Unmodified:
+        lse = logits.logsumexp(dim=-1)
+        chance = (logits - lse[..., None]).exp_()
+        spread = logits.amin(dim=-1) - lse < TINY
+        return cls(logits, chance, chance.sum(dim=-1), lse, logits.argmax(dim=-1), targets, spread)
+
+    @property
+    def loss(self) -> Tensor:
+        """Cross-entropy, nats."""
+        return self.lse - _at(self.logits, self.targets)
+
+    def effects(self, logits: Tensor) -> dict[str, Tensor]:
+        """Of changed logits, which are overwritten: with c = the gain of each logit less its mean under p, the
+        unmodified distribution, KL(p ‖ changed) = log Σ p e^c, and the loss grows by that less c of the target.
+
+        Few passes over the vocabulary are what makes this cheap beside the readout: no second softmax, no argmax.
+        """
+        same = _at(logits, self.best) >= logits.amax(dim=-1)
+        gain = logits.sub_(self.logits)
+        mean = (self.chance * gain).sum(dim=-1) / self.mass
+        c = gain.sub_(mean[..., None])
+        kl = ((self.chance * c.exp()).sum(dim=-1) / self.mass).log()
+        # Nearly equal distributions leave only rounding, that of e^c (about 1) and of the mean: log Σ p e^c − Σ p c.
+        near = kl.abs() < NEAR
+        if bool(near.any()):
+            chance, small, mass = self.chance[near], c[near], self.mass[near]
+            kl[near] = ((chance * torch.expm1(small)).sum(dim=-1) / mass).log1p() - (chance * small).sum(dim=-1) / mass
+        # Where p has no room in float32 for a token that gains much, its part of the sum is lost, or 0 · ∞.
+        far = self.spread | ~kl.isfinite()
+        if bool(far.any()):
+            changed = c[far] + (mean[far][:, None] + self.logits[far])
+            kl[far] = changed.logsumexp(dim=-1) - self.lse[far] - mean[far]
+        return {"delta_loss": kl - _at(c, self.targets), "kl": kl.clamp_min(0), "top1_agreement": same.float()}
+
+
+def _parts(sequences: int, scored: int, chunk: int) -> list[Part]:
+    """Whole sequences, as many as a chunk of positions holds, or else equal shares of one sequence's positions."""
+    if scored <= chunk:
+        rows = chunk // scored
+        return [(slice(i, min(i + rows, sequences)), slice(0, scored)) for i in range(0, sequences, rows)]
+    edges = np.linspace(0, scored, -(-scored // chunk) + 1).round().astype(int).tolist()
+    return [(slice(i, i + 1), slice(a, b)) for i in range(sequences) for a, b in pairwise(edges)]
 
 
 def state_distance(changed: Tensor, last: Tensor) -> NDArray[np.float64]:
