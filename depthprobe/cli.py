@@ -17,6 +17,7 @@ from depthprobe.commands.metrics import metrics
 from depthprobe.commands.options import remember
 from depthprobe.commands.prune import prune
 from depthprobe.commands.stages import stages
+from depthprobe.commands.train import train
 from depthprobe.errors import DepthprobeError
 
 __all__ = ["app", "main"]
@@ -51,7 +52,7 @@ def _root(
     pass
 
 
-for command in (analyze, inspect, ablate, stages, prune, metrics):
+for command in (analyze, inspect, ablate, stages, prune, train, metrics):
     app.command()(command)
 
 
