@@ -7,6 +7,7 @@ __all__ = [
     "CheckpointError",
     "CorpusError",
     "DepthprobeError",
+    "GradientError",
     "NonFiniteError",
     "OutputError",
     "UsageError",
@@ -65,6 +66,10 @@ class NonFiniteError(DepthprobeError):
             "finite activations",
             "the weights may be damaged" if dtype == "float32" else "try --dtype float32",
         )
+
+
+class GradientError(DepthprobeError):
+    """Something in the model has no derivative, or there is no room to take it."""
 
 
 class OutputError(DepthprobeError):

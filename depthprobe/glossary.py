@@ -195,6 +195,61 @@ _ALL = (
         "logit lens (nostalgebraist 2020)",
     ),
     Metric(
+        "gradient_norm",
+        "size of the loss's gradient at a state",
+        "‖∂ℓ/∂x_l‖₂ a token, ℓ a sequence's mean cross-entropy over its predicted positions; rows for l = 0 … L",
+        "Falls towards x_0: early blocks are hardly told what to change. A token's share of a mean over T positions is "
+        "about 1/T, so compare equal lengths; a masked model's ℓ reads 15 % of positions.",
+        "Xiong et al. 2020, fig. 3",
+    ),
+    Metric(
+        "gradient_norm_median",
+        "median size of the loss's gradient at a state",
+        "median over tokens of ‖∂ℓ/∂x_l‖₂, then the mean over sequences",
+        "Far below the mean: a few tokens receive most of the gradient.",
+        "Xiong et al. 2020, fig. 3",
+    ),
+    Metric(
+        "gradient_first_share",
+        "share of the loss's gradient at position 0",
+        "‖∂ℓ/∂x_l‖² at position 0 over its sum over all positions; the norms themselves leave position 0 out",
+        "Near 1: what reaches this state is nearly all about the first token.",
+    ),
+    Metric(
+        "gradient_norm_random",
+        "what the blocks above make of a random gradient",
+        "‖vᵀ ∂x_L/∂x_l‖₂ a token, v an independent random unit vector at every token of x_L",
+        "1 at x_L by definition; above 1 the blocks above amplify, whatever the head and the targets.",
+    ),
+    Metric(
+        "gradient_norm_random_median",
+        "median of what the blocks above make of a random gradient",
+        "median over tokens of ‖vᵀ ∂x_L/∂x_l‖₂, then the mean over sequences",
+        "Far below the mean: a few tokens, which many others attend to, receive most of it.",
+    ),
+    Metric(
+        "gradient_first_share_random",
+        "share of a random gradient at position 0",
+        "‖vᵀ ∂x_L/∂x_l‖² at position 0 over its sum over all positions",
+        "Large where every later position attends to the first one.",
+    ),
+    Metric(
+        "weight_gradient_norm",
+        "size of the loss's gradient by a weight",
+        "‖∂ℓ/∂W‖_F of each sequence's own ℓ, then the mean over sequences; unit W's name, l its block, -1 for what x_0 "
+        "depends on (embeddings, tied heads too), L for the rest of the head",
+        "Does not depend on how many sequences there are; within a kind of weight, compare layers.",
+        "Xiong et al. 2020, fig. 3, for one sequence",
+    ),
+    Metric(
+        "weight_gradient_norm_pooled",
+        "size of the mean loss's gradient by a weight",
+        "‖Σ_s ∂ℓ_s/∂W‖_F / n over n sequences; its interval is a jackknife over groups of them",
+        "What a batch of all sequences would give, the paper's expected gradient as n grows. weight_gradient_norm over "
+        "√n: the sequences share no direction, and this falls with n.",
+        "Xiong et al. 2020, fig. 3",
+    ),
+    Metric(
         "angular_distance",
         "angle between two states",
         "arccos(cos(x_i, x_j)) / π",

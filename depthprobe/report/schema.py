@@ -84,6 +84,8 @@ class Report:
         merging: rho (cost, layers, median, slope, or None), proxies (proxy, cost, blocks, value, ci_low, ci_high),
             base_loss (with interval, or None), sequences, tokens, score_positions, evaluations, plain_evaluations,
             seconds, notes; empty where no model was changed.
+        gradients: cotangents, loss, ratio, ratio_median, ratio_random (x_0 over x_L; value, ci_low, ci_high, or None),
+            fresh (seeds), sequences, tokens, corpus, sha256, skip_first, seconds, notes; empty where none were taken.
     """
 
     model: dict[str, Any]
@@ -101,6 +103,7 @@ class Report:
     notes: list[str]
     ablations: pd.DataFrame = field(default_factory=_no_ablations)
     merging: dict[str, Any] = field(default_factory=dict)
+    gradients: dict[str, Any] = field(default_factory=dict)
 
     def to_frame(self) -> pd.DataFrame:
         """A copy of the per-layer table: columns layer, unit, metric, value, ci_low, ci_high, n."""

@@ -1,0 +1,349 @@
+"""The public verb `gradients`: how the loss's gradient, and a random one, change on their way down the stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from depthprobe.ablations.effects import Scored
+from depthprobe.checkpoint import Checkpoint
+from depthprobe.corpus import Corpus
+from depthprobe.errors import DepthprobeError, UsageError
+from depthprobe.estimate import Interval, PerSequence, Resampler
+from depthprobe.fresh import fresh_twin
+from depthprobe.glossary import METRICS
+from depthprobe.prepare import prepare
+from depthprobe.probes.base import key_rng
+from depthprobe.probes.gradients import Cotangent, StateNorms, backpropagate, differentiable
+from depthprobe.probes.weights import POOLED, Key, Weights, groups_that_fit
+from depthprobe.report import Report
+from depthprobe.verify import Anatomy, open_stream
+
+__all__ = [
+    "GradientSettings",
+    "Gradients",
+    "gradients",
+    "gradients_cost",
+    "joined",
+    "run_gradients",
+    "with_gradients",
+]
+
+Progress = Callable[[int, int], None]
+MEMORY = 2 << 30
+_RANDOM_KEY = 1 << 24
+
+
+@dataclass(frozen=True)
+class GradientSettings:
+    """Which gradients to take, and how.
+
+    Attributes:
+        cotangent: `loss`, `random` or `both`: what is carried back from the top.
+        weights: norms of the loss's gradients by every weight too.
+        skip_first: leading positions that the stream's gradient norms leave out.
+        seed: of every random draw; of the first fresh model.
+        fresh: how many random initialisations to measure instead of the checkpoint's weights; 0 for the checkpoint.
+        memory: bytes that autograd may keep of one sequence, and the same again for sums of weights' gradients.
+    """
+
+    cotangent: Literal["both", "loss", "random"] = "both"
+    weights: bool = True
+    skip_first: int = 1
+    seed: int = 0
+    fresh: int = 0
+    memory: int = MEMORY
+
+    def check(self) -> None:
+        """Refuse what makes no sense before anything is loaded.
+
+        Raises:
+            UsageError: an unknown cotangent, or a number that is too small.
+        """
+        if self.cotangent not in ("both", "loss", "random"):
+            raise UsageError(f"--cotangent {self.cotangent}", "loss, random or both")
+        if self.seed < 0:
+            raise UsageError(f"--seed {self.seed}", "0 or more")
+        if self.skip_first < 0:
+            raise UsageError(f"--skip-first {self.skip_first}", "0 or more")
+        if self.fresh < 0:
+            raise UsageError(f"{self.fresh} fresh models", "0 or more")
+        if self.memory < 1:
+            raise UsageError(f"--memory is {self.memory} bytes", "more than 0")
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """What the gradients are.
+
+    Attributes:
+        table: layer, unit, metric, value, ci_low, ci_high, n, as in `layers.csv`.
+        summary: loss, ratio and ratio_random (x_0 over x_L, with intervals), what they were measured on, and notes.
+    """
+
+    table: pd.DataFrame
+    summary: dict[str, Any]
+
+    def to_frame(self) -> pd.DataFrame:
+        """A copy of the table."""
+        return self.table.copy()
+
+
+def gradients(
+    model: str | Path | nn.Module | Checkpoint,
+    data: Any = None,
+    *,
+    cotangent: Literal["both", "loss", "random"] = "both",
+    weights: bool = True,
+    fresh: int = 0,
+    tokens: int = 4096,
+    seq_len: int | None = None,
+    seed: int = 0,
+    skip_first: int = 1,
+    bos: Literal["auto", "always", "never"] = "auto",
+    text_field: str = "text",
+    progress: Progress | None = None,
+    **loading: Any,
+) -> Gradients:
+    """Measure gradients at every state of the stream and at every weight, without a change to the model.
+
+    ℓ is a sequence's mean cross-entropy over its predicted positions. Sequences are run one at a time: there is no
+    batch whose size could change a number. Weights in half precision are used in float32.
+
+    Args:
+        model: as in `analyze`.
+        data: as in `analyze`.
+        cotangent: what is carried back: the `loss`'s gradient, a `random` unit vector at every token of x_L, or both.
+        weights: the loss's gradients by every weight too.
+        fresh: measure so many random initialisations of the model's configuration instead, with seeds `seed`, …
+        tokens, seq_len, seed, skip_first, bos, text_field: as in `analyze`.
+        progress: called with (sequences done, in all).
+        loading: further arguments of `load`.
+
+    Returns:
+        Rows with 95 % intervals over sequences; over seeds where there is more than one fresh model.
+
+    Raises:
+        UsageError: a request that makes no sense, or a loss that the model does not have.
+        GradientError: something in the model has no derivative.
+        NonFiniteError: a gradient is not finite.
+    """
+    settings = GradientSettings(cotangent, weights, skip_first, seed, fresh)
+    settings.check()
+    _, corpus, anatomy = prepare(
+        model, data, tokens=tokens, seq_len=seq_len, seed=seed, bos=bos, text_field=text_field, **loading
+    )
+    return run_gradients(anatomy, corpus, settings, progress)
+
+
+def run_gradients(
+    anatomy: Anatomy, corpus: Corpus, settings: GradientSettings, progress: Progress | None = None
+) -> Gradients:
+    """Take the gradients of a verified model on a corpus; see `gradients`."""
+    cotangents, notes = _cotangents(anatomy, settings)
+    _check_length(corpus, settings, cotangents, anatomy)
+    started, count, models = time.perf_counter(), corpus.sequences, max(1, settings.fresh)
+    means, losses = PerSequence(count * models), np.full(count * models, np.nan)
+    weighed = settings.weights and "loss" in cotangents
+    pooled: list[dict[Key, Interval]] = []
+    dtype = anatomy.stream.checkpoint.dtype
+    for place in range(models):
+        if settings.fresh:
+            twin = fresh_twin(anatomy.stream.checkpoint, settings.seed + place)
+            sample = corpus.inputs[:4].to(twin.device, twin.dtype if corpus.is_states else torch.int64)
+            anatomy = open_stream(twin, sample)
+        groups = groups_that_fit(anatomy.stream.checkpoint.model, count, settings.memory)
+        if models > 1:  # the interval is over models
+            groups = min(groups, 1)
+        offset = place * count
+        weights = Weights(anatomy.stream, means, groups, offset) if weighed else None
+        norms = StateNorms(means, settings.skip_first, anatomy.objective == "causal")
+        with differentiable(anatomy.stream.checkpoint.model):
+            for sequence in range(count):
+                losses[offset + sequence] = _one(
+                    anatomy, corpus, sequence, offset, settings, cotangents, norms, weights
+                )
+                if progress is not None:
+                    progress(offset + sequence + 1, count * models)
+        if weights is not None:
+            pooled.append(weights.close())
+    if weighed and not pooled[0]:
+        notes.append(f"{POOLED} was left out: the sums of the gradients do not fit into --memory.")
+    if dtype in (torch.bfloat16, torch.float16) and not settings.fresh:
+        notes.append(f"Gradients were taken in float32, of weights in {str(dtype).removeprefix('torch.')}.")
+    clusters = np.repeat(np.arange(models), count) if models > 1 else corpus.documents
+    resampler = Resampler(count * models, clusters, settings.seed)
+    table = _table(means, pooled, resampler, count)
+    summary = {
+        "cotangents": list(cotangents),
+        "loss": None if np.isnan(losses).any() else _value(resampler, losses[:, None], lambda m: m[:, 0]),
+        "ratio": _ratio(means, resampler, "gradient_norm", len(anatomy.stream)),
+        "ratio_median": _ratio(means, resampler, "gradient_norm_median", len(anatomy.stream)),
+        "ratio_random": _ratio(means, resampler, "gradient_norm_random", len(anatomy.stream)),
+        "fresh": [settings.seed + place for place in range(settings.fresh)],
+        "sequences": count,
+        "tokens": corpus.tokens,
+        "corpus": corpus.name,
+        "sha256": corpus.sha256,
+        "skip_first": settings.skip_first,
+        "seconds": time.perf_counter() - started,
+        "notes": notes,
+    }
+    return Gradients(table, summary)
+
+
+def joined(report: Report, found: Gradients) -> Report:
+    """The report with these gradients, instead of those that it had."""
+    mine = {name for name in METRICS if "gradient" in name}
+    layers = report.layers[~report.layers["metric"].isin(mine)]
+    return replace(report, layers=pd.concat([layers, found.table], ignore_index=True), gradients=found.summary)
+
+
+def with_gradients(
+    report: Report, anatomy: Anatomy, corpus: Corpus, settings: GradientSettings, progress: Progress | None = None
+) -> Report:
+    """What `analyze` does: the report with gradients, or with a note on why this model has none."""
+    try:
+        return joined(report, run_gradients(anatomy, corpus, settings, progress))
+    except DepthprobeError as error:
+        return replace(report, notes=[*report.notes, f"Gradients were left out: {error}."])
+
+
+def gradients_cost(corpus: Corpus, settings: GradientSettings) -> str:
+    """What the gradients will cost, in a sentence."""
+    models = f"{settings.fresh} × " if settings.fresh > 1 else ""
+    back = "two backward passes" if settings.cotangent == "both" else "a backward pass"
+    return f"Gradients: a forward and {back} over {models}{corpus.sequences} × {corpus.tokens} tokens."
+
+
+def _one(
+    anatomy: Anatomy,
+    corpus: Corpus,
+    sequence: int,
+    offset: int,
+    settings: GradientSettings,
+    cotangents: tuple[Cotangent, ...],
+    norms: StateNorms,
+    weights: Weights | None,
+) -> float:
+    """One sequence's gradients into `norms` and `weights`; its loss, or NaN for none."""
+    stream = anatomy.stream
+    device, dtype = stream.checkpoint.device, stream.checkpoint.dtype
+    inputs = corpus.inputs[sequence : sequence + 1].to(device, dtype if corpus.is_states else torch.int64)
+    loss, random = None, None
+    if "loss" in cotangents:
+        inputs, loss = _loss(anatomy, inputs, sequence, settings.seed)
+    if "random" in cotangents:
+        random = _unit_vectors((1, corpus.tokens, stream.blocks.width), sequence, settings.seed)
+
+    def see(cotangent: Cotangent, layer: int, gradient: Tensor) -> None:
+        norms.see(sequence + offset, cotangent, layer, gradient)
+
+    value = backpropagate(stream, inputs, loss, random, see, weights, settings.memory)
+    if weights is not None:
+        weights.end(sequence)
+    return float("nan") if value is None else value
+
+
+def _loss(
+    anatomy: Anatomy, inputs: Tensor, sequence: int, seed: int
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """What to run, and from its logits ℓ: next tokens at every position but the last, or a masked model's 15 %."""
+    if anatomy.objective == "causal":
+        targets = inputs[0, 1:]
+        return inputs, lambda logits: nn.functional.cross_entropy(_float(logits[0, :-1]), targets)
+    tokenizer: Any = anatomy.stream.checkpoint.tokenizer
+    special = tuple(tokenizer.all_special_ids)
+    scored, hidden = Scored.masked(inputs, np.array([sequence]), special, tokenizer.mask_token_id, seed)
+    places, truth = scored.positions[0], scored.targets[0]
+    return hidden, lambda logits: nn.functional.cross_entropy(_float(logits[0, places]), truth)
+
+
+def _float(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _unit_vectors(shape: tuple[int, ...], sequence: int, seed: int) -> Tensor:
+    """A direction for every token, uniform on the sphere; drawn by (seed, sequence)."""
+    drawn = torch.from_numpy(key_rng(seed, sequence, _RANDOM_KEY).standard_normal(shape))
+    return drawn / torch.linalg.vector_norm(drawn, dim=-1, keepdim=True)
+
+
+def _cotangents(anatomy: Anatomy, settings: GradientSettings) -> tuple[tuple[Cotangent, ...], list[str]]:
+    """What can be carried back in this model, and why not the rest.
+
+    Raises:
+        UsageError: the loss alone was asked for, and the model has none.
+    """
+    wanted: tuple[Cotangent, ...] = ("loss", "random") if settings.cotangent == "both" else (settings.cotangent,)
+    why = None
+    if anatomy.objective is None:
+        why = "the model has no language-model head"
+    elif anatomy.objective == "masked":
+        tokenizer = anatomy.stream.checkpoint.tokenizer
+        if getattr(tokenizer, "mask_token_id", None) is None:
+            why = "which id masks a token is not known without a tokenizer"
+    if why is None:
+        masked = anatomy.objective == "masked" and "loss" in wanted
+        text = "Gradients were taken with a seeded 15 % of positions masked; the loss reads these alone, so that at x_L"
+        return wanted, [f"{text} all other positions have a gradient of 0."] if masked else []
+    if "random" not in wanted:
+        raise UsageError(f"there is no loss to differentiate: {why}", fix="--cotangent random needs none")
+    return ("random",), [f"The loss's gradients were left out: {why}."] if "loss" in wanted else []
+
+
+def _check_length(
+    corpus: Corpus, settings: GradientSettings, cotangents: tuple[Cotangent, ...], anatomy: Anatomy
+) -> None:
+    counted = corpus.tokens - ("loss" in cotangents and anatomy.objective == "causal")
+    if counted <= settings.skip_first:
+        raise UsageError(
+            f"--skip-first {settings.skip_first} leaves no position with a gradient in sequences of {corpus.tokens} "
+            "tokens, the last of which predicts nothing",
+            fix="skip fewer positions, or use longer sequences",
+        )
+
+
+def _table(means: PerSequence, pooled: list[dict[Key, Interval]], resampler: Resampler, count: int) -> pd.DataFrame:
+    """The rows, in the order of the glossary, then unit, then layer."""
+    keys = list(means.values)
+    columns = np.stack([means.values[key] for key in keys], axis=1)
+    values, low, high = resampler.intervals(columns)
+    rows: list[tuple[Any, ...]] = [
+        (layer, unit, metric, values[k], low[k], high[k], n)
+        for k, ((metric, unit, layer), n) in enumerate(zip(keys, (~np.isnan(columns)).sum(axis=0).tolist(), strict=True))
+    ]
+    for key in pooled[0] if pooled else ():
+        interval = pooled[0][key]
+        if len(pooled) > 1:
+            each = np.array([one[key].value if key in one else 0.0 for one in pooled])
+            interval = Resampler(len(pooled), None).function(each[:, None], lambda m: m[:, 0])
+        metric, unit, layer = key
+        rows.append((layer, unit, metric, interval.value, interval.low, interval.high, count * len(pooled)))
+    table = pd.DataFrame(rows, columns=["layer", "unit", "metric", "value", "ci_low", "ci_high", "n"])
+    first = table.groupby("unit", sort=False)["layer"].min().sort_values(kind="stable")
+    units = {name: place for place, name in enumerate(first.index)}
+    order = {name: place for place, name in enumerate(METRICS)}
+    keyed = table.assign(metric=table["metric"].map(order), unit=table["unit"].map(units))
+    return table.loc[keyed.sort_values(["metric", "unit", "layer"]).index].reset_index(drop=True)
+
+
+def _ratio(means: PerSequence, resampler: Resampler, metric: str, blocks: int) -> dict[str, float] | None:
+    """The value at x_0 over the value at x_L; None where it was not measured or is 0 at x_L."""
+    keys = [(metric, "block", 0), (metric, "block", blocks)]
+    if keys[0] not in means.values or not means.values[keys[1]].all():
+        return None
+    return _value(resampler, np.stack([means.values[key] for key in keys], axis=1), lambda m: m[:, 0] / m[:, 1])
+
+
+def _value(resampler: Resampler, columns: np.ndarray, of_means: Callable[[Any], Any]) -> dict[str, float]:
+    interval = resampler.function(columns, of_means)
+    return {"value": interval.value, "ci_low": interval.low, "ci_high": interval.high}

@@ -1,0 +1,130 @@
+"""Norms of the loss's gradients by every weight: of each sequence's own, and of the gradient of the mean loss."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from depthprobe.estimate import Interval, PerSequence, jackknife
+from depthprobe.stream import Stream
+
+__all__ = ["BEFORE", "NORM", "POOLED", "Key", "Weights", "groups_that_fit"]
+
+NORM, POOLED = "weight_gradient_norm", "weight_gradient_norm_pooled"
+BEFORE = -1  # layer of a weight that x_0 depends on; one that is also read after the last block counts as such
+
+Key = tuple[str, str, int]
+
+
+class Weights:
+    """Where every floating weight stands, and what its gradients come to.
+
+    A weight inside block l has layer l and its name within the block; one outside has its whole name, and layer −1 if
+    x_0 depends on it (embeddings, tied heads too), otherwise L (final norm, head).
+
+    Args:
+        stream: the model.
+        means: where each sequence's norms go, unless no loss reaches the weight in any sequence.
+        groups: of sequences, whose gradients are summed apart, for a jackknife; 1 for no interval, 0 for no sums.
+        offset: added to the index of a sequence, for the several models of one table.
+    """
+
+    def __init__(self, stream: Stream, means: PerSequence, groups: int = 0, offset: int = 0) -> None:
+        self.means, self.groups, self.offset = means, groups, offset
+        named = [_floating(module) for module in stream.blocks.modules]
+        count = Counter(id(p) for block in named for _, p in block)
+        self.blocks = [[p for _, p in block] for block in named]
+        others = [(name, p) for name, p in _floating(stream.checkpoint.model) if id(p) not in count]
+        self.outside = [p for _, p in others]
+        self.places: dict[int, tuple[str, int]] = {id(p): (name, len(named)) for name, p in others}
+        for layer, block in enumerate(named):
+            for name, p in block:
+                self.places.setdefault(id(p), (name, layer))
+        # These gather their gradient from several places, so that its norm has to wait until all have been seen.
+        self._waits = {id(p) for p in self.outside} | {key for key, times in count.items() if times > 1}
+        self._held: dict[int, Tensor] = {}
+        self._norms: dict[int, Tensor] = {}
+        self._sums: dict[int, Tensor] = {}
+        self._counts = np.zeros(max(groups, 1), dtype=np.int64)
+        self._sequences: list[int] = []
+
+    def take(self, weights: Sequence[Tensor], gradients: Sequence[Tensor | None], door: bool = False) -> None:
+        """A part of some weights' gradients, from the current sequence; `door` if it came through x_0."""
+        for weight, gradient in zip(weights, gradients, strict=True):
+            if gradient is None:
+                continue
+            key = id(weight)
+            if door:
+                self.places[key] = (self.places[key][0], BEFORE)
+            if key in self._waits:
+                held = self._held.get(key)
+                self._held[key] = gradient if held is None else held + gradient
+            else:
+                self._finish(key, gradient)
+
+    def end(self, sequence: int) -> None:
+        """The current sequence is through."""
+        for key, gradient in self._held.items():
+            self._finish(key, gradient)
+        self._held.clear()
+        self._counts[self._group()] += 1
+        self._sequences.append(sequence + self.offset)
+        if self._norms:
+            values = torch.stack([norm.cpu() for norm in self._norms.values()]).numpy()
+            for key, value in zip(self._norms, values, strict=True):
+                self.means.add(self._key(NORM, key), np.array([sequence + self.offset]), value[None])
+        self._norms.clear()
+
+    def close(self) -> dict[Key, Interval]:
+        """Fill in 0 where a sequence did not reach a weight that others did; the norms of the pooled gradients.
+
+        Returns:
+            Of each weight ‖Σ_s ∂ℓ_s/∂W‖ / n, with a jackknife over the groups; empty without groups.
+        """
+        for metric, name, layer in [key for key in self.means.values if key[0] == NORM]:
+            column = self.means.values[metric, name, layer]
+            mine = np.array(self._sequences)
+            column[mine] = np.nan_to_num(column[mine])
+        found = {}
+        for key, sums in self._sums.items():
+            total, n = sums.sum(dim=0), int(self._counts.sum())
+            value = _norm(total) / n
+            left_out = [_norm(total - part) / (n - int(m)) for part, m in zip(sums, self._counts, strict=True) if m < n]
+            interval = jackknife(float(value), np.array([float(norm) for norm in left_out]))
+            # A norm is not below 0, whatever Student's t says of a small one.
+            found[self._key(POOLED, key)] = Interval(interval.value, max(interval.low, 0.0), interval.high)
+        return found
+
+    def _finish(self, key: int, gradient: Tensor) -> None:
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        self._norms[key] = _norm(gradient)
+        if self.groups:
+            if key not in self._sums:
+                self._sums[key] = gradient.new_zeros((self.groups, *gradient.shape))
+            self._sums[key][self._group()] += gradient
+
+    def _group(self) -> int:
+        return len(self._sequences) % max(self.groups, 1)
+
+    def _key(self, metric: str, key: int) -> Key:
+        return (metric, *self.places[key])
+
+
+def groups_that_fit(model: nn.Module, sequences: int, memory: int, most: int = 10) -> int:
+    """How many groups' gradient sums `memory` bytes hold; at most one a sequence."""
+    size = sum(p.numel() * max(p.element_size(), 4) for _, p in _floating(model))
+    return min(most, sequences, memory // max(size, 1))
+
+
+def _floating(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in module.named_parameters() if p.is_floating_point()]
+
+
+def _norm(x: Tensor) -> Tensor:
+    """Frobenius norm in float64, where the device has it."""
+    return torch.linalg.vector_norm(x, dtype=None if x.device.type == "mps" else torch.float64)
