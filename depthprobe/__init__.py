@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from depthprobe.lab.registration import register as _register
+
 if TYPE_CHECKING:
     from depthprobe.ablation import Ablations, ablate
     from depthprobe.analysis import analyze, inspect
@@ -28,6 +30,8 @@ _HOMES = {
     "DepthprobeError": "errors",
     "Report": "report",
 }
+
+_register()  # so that transformers' AutoModelForCausalLM opens the lab's checkpoints; imports nothing by itself
 
 
 def __getattr__(name: str) -> Any:

@@ -36,6 +36,7 @@ LAYERS = (
     {"ablations"},
     {"summary"},
     {"report", "progress"},
+    {"lab"},
     {"ablation"},
     {"analysis"},
     {"depthprobe"},
