@@ -153,6 +153,7 @@ class _Seen:
         self.norm_calls: list[tuple[str, int, int]] = []  # name, index of its input, index of its output
         self.values: list[_Value] = []
         self.device = x.device
+        state = x
         x, z = x.cpu(), z.cpu()
         weight = 1 / x.double().norm(dim=-1, keepdim=True).clamp_min(1e-30)
         # Every token counts the same, however large its norm; a fixed sample of the entries is enough to search.
@@ -160,7 +161,7 @@ class _Seen:
         pick = torch.randperm(x.numel(), generator=generator)[: 1 << 15]
         self._sample = lambda t: (t.reshape(x.shape).double() * weight).reshape(-1)[pick]
         self.x = self._add(x, None)
-        self._run(stream, entry, x.to(self.device))
+        self._run(stream, entry, state)
         self.z = self._add(z, None)
         table = torch.stack([value.sample for value in self.values])
         self.gram = table @ table.T

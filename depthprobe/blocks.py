@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -33,6 +33,8 @@ class BlockList:
         batch_first: False where the stream is `[tokens, batch, width]`.
         output_batch_first: the same for what the model returns.
         width: size of the stream's last dimension.
+        carried: what each block hands to the next beside the stream, such as RealFormer's attention scores, as
+            (index in what a block returns, position or keyword among the next block's arguments).
     """
 
     path: str
@@ -42,6 +44,7 @@ class BlockList:
     batch_first: bool
     output_batch_first: bool
     width: int
+    carried: tuple[tuple[int, int | str], ...] = ()
 
     def __len__(self) -> int:
         return len(self.modules)
@@ -49,12 +52,14 @@ class BlockList:
 
 @dataclass
 class _Call:
-    """One call of a candidate block: the stream before and after, and where it stood."""
+    """One call of a candidate block: the stream before and after, where it stood, and the tensors beside it."""
 
     slot: int | str
     before: Tensor
+    given: dict[int | str, Tensor]
     after: Tensor | None = None
     returns: tuple[Any, int, int] = (None, 1, 0)
+    beside: dict[int, Tensor] = field(default_factory=dict)
 
 
 def find_blocks(checkpoint: Checkpoint, inputs: Tensor) -> BlockList:
@@ -191,14 +196,21 @@ def _watch(
         stream = _stream_argument(args, kwargs)
         if stream is not None:
             # A clone, since some blocks add in place onto what they were given.
-            calls[id(module)].append(_Call(stream[0], stream[1].detach().clone()))
+            given = {slot: value for slot, value in (*enumerate(args), *kwargs.items()) if isinstance(value, Tensor)}
+            calls[id(module)].append(_Call(stream[0], stream[1].detach().clone(), given))
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if calls[id(module)]:
             result = _stream_result(output, calls[id(module)][-1].before)
             if result is not None:
-                calls[id(module)][-1].after = result[0].detach().clone()
-                calls[id(module)][-1].returns = result[1]
+                call = calls[id(module)][-1]
+                call.after, call.returns = result[0].detach().clone(), result[1]
+                if not isinstance(output, Tensor):
+                    call.beside = {
+                        place: value
+                        for place, value in enumerate(output)
+                        if isinstance(value, Tensor) and value is not result[0]
+                    }
 
     for module in {id(m): m for modules in lists.values() for m in modules}.values():
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
@@ -251,7 +263,22 @@ def _check(
     if len({(call.slot, call.returns) for call in flat}) > 1:
         return f"the blocks of {name} take or return the stream in different ways"
     batch_first = first.shape[:2] == (batch, tokens)
-    return BlockList(name, modules, flat[0].slot, flat[0].returns, batch_first, output_batch_first, first.shape[-1])
+    carried, width = _carried(flat), first.shape[-1]
+    return BlockList(name, modules, flat[0].slot, flat[0].returns, batch_first, output_batch_first, width, carried)
+
+
+def _carried(calls: list[_Call]) -> tuple[tuple[int, int | str], ...]:
+    """What every block returns and the next is given, the very same tensor, beside the stream."""
+    common: set[tuple[int, int | str]] | None = None
+    for call, following in pairwise(calls):
+        handed = {
+            (place, slot)
+            for place, value in call.beside.items()
+            for slot, other in following.given.items()
+            if value is other and slot != following.slot
+        }
+        common = handed if common is None else common & handed
+    return tuple(sorted(common or (), key=str))
 
 
 def _size(blocks: BlockList) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from depthprobe.blocks import BlockList, call_model, model_output
 from depthprobe.checkpoint import Checkpoint
@@ -40,12 +41,17 @@ class Stream:
 
     `enter` takes a batch to x_0, `run` applies one block, `readout` is the model's own tail (final norm and head).
     Nothing in the model is edited: for `enter` and `readout` its blocks are bypassed for the length of one call.
+
+    Where blocks hand on something beside the stream (`BlockList.carried`), it goes with the state that was written
+    with it, so that a block gets what the block before it in a schedule handed on. A state that is made outside of
+    `run` has to be given it by `inherit`.
     """
 
     def __init__(self, checkpoint: Checkpoint, blocks: BlockList, copies_input: bool = False) -> None:
         self.checkpoint = checkpoint
         self.blocks = blocks
         self.copies_input = copies_input  # for blocks that write in place into the state that they are given
+        self._beside = WeakTensorKeyDictionary()  # state → what was handed on with it, for as long as the state lives
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -66,7 +72,16 @@ class Stream:
 
         with self._bypassed(record), suppress(_StopForwardError):
             call_model(self.checkpoint, inputs)
-        return Entry(inputs, self._outside(start[0]), tuple(calls))
+        x = self._outside(start[0])
+        if self.blocks.carried:
+            args, kwargs = calls[0]
+            # An argument that is not there is None in every model that has it.
+            values = (
+                args[slot] if isinstance(slot, int) and slot < len(args) else kwargs.get(slot)
+                for _, slot in self.blocks.carried
+            )
+            self._beside[x] = tuple(values)
+        return Entry(inputs, x, tuple(calls))
 
     def run(self, entry: Entry, index: int, x: Tensor, module: nn.Module | None = None) -> Tensor:
         """Block `index`, or a module in its place, on any state: f_l(x), `[batch, tokens, width]` to the same."""
@@ -77,9 +92,37 @@ class Stream:
             args = (*args[:slot], inner, *args[slot + 1 :])
         else:
             kwargs = {**kwargs, slot: inner}
+        if self.blocks.carried:
+            args, kwargs = self._with_beside(args, kwargs, x)
         output = (module or self.blocks.modules[index])(*args, **kwargs)
         container, _, place = self.blocks.returns
-        return self._outside(output if container is None else output[place])
+        z = self._outside(output if container is None else output[place])
+        if self.blocks.carried:
+            self._beside[z] = tuple(output[other] for other, _ in self.blocks.carried)
+        return z
+
+    def inherit(self, state: Tensor, source: Tensor) -> Tensor:
+        """The state, from now on accompanied by what was handed on with another one."""
+        if self.blocks.carried:
+            self._beside[state] = self._handed_on(source)
+        return state
+
+    def _handed_on(self, x: Tensor) -> tuple[Any, ...]:
+        if x not in self._beside:
+            raise RuntimeError("a state was made without a word on what blocks hand on beside it: see Stream.inherit")
+        return self._beside[x]
+
+    def _with_beside(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A block's arguments with what was handed on with this state in its places."""
+        changed, named = list(args), dict(kwargs)
+        for (_, slot), value in zip(self.blocks.carried, self._handed_on(x), strict=True):
+            if isinstance(slot, int):
+                changed[slot] = value
+            else:
+                named[slot] = value
+        return tuple(changed), named
 
     def readout(self, x: Tensor, inputs: Tensor) -> Tensor:
         """The model's own tail on a last state `[batch, tokens, width]`: logits, or its last state without a head.

@@ -124,6 +124,11 @@ def open_stream(checkpoint: Checkpoint, inputs: Tensor) -> Anatomy:
             Check("readout", "the readout of a permuted sequence is the permuted readout", apart, limit, "readout")
         )
         causal = _is_causal(stream, inputs, limit)
+        if stream.blocks.carried:
+            notes.append(
+                "Beside the stream, each block hands on what the next one uses, such as attention scores: under a "
+                "schedule, a block gets what the block before it in the schedule handed on."
+            )
     objective = _objective(checkpoint, own, stream.blocks.width, causal)
     return Anatomy(stream, blocks, tuple(checks), causal, objective, apart <= limit, tuple(notes))
 

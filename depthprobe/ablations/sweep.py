@@ -104,7 +104,7 @@ def run_batch(
 
         def run(unit: Unit) -> Tensor:
             if unit.part == NOISE:
-                return x + noise(unit.layer)
+                return units.stream.inherit(x + noise(unit.layer), x)
             if unit not in outputs:
                 outputs[unit] = units.unit(entry, unit, x)
             return outputs[unit]

@@ -65,6 +65,9 @@ class Units:
     def stage(self, entry: Entry, stage: Stage, combine: str, x: Tensor, run: Callable[[Unit], Tensor]) -> Tensor:
         """What a stage makes of a state.
 
+        What blocks hand on beside the stream, such as attention scores, is that of the stage's last unit with an
+        attention; of the state where only MLPs ran.
+
         Args:
             entry: the batch.
             stage: its units.
@@ -80,12 +83,13 @@ class Units:
         if combine == "branch-sum":
             return self._branch_sum(entry, stage, x)
         outputs = [run(unit) for unit in stage]
+        source = next((z for unit, z in zip(reversed(stage), reversed(outputs), strict=True) if unit.part != "m"), x)
         if combine == "mean":
-            return torch.stack(outputs).mean(dim=0)
+            return self.stream.inherit(torch.stack(outputs).mean(dim=0), source)
         total = x.float()
         for output in outputs:
             total = total + (output.float() - x.float())
-        return total.to(x.dtype)
+        return self.stream.inherit(total.to(x.dtype), source)
 
     def _count(self) -> None:
         self.evaluations += 1
@@ -118,8 +122,8 @@ class Units:
                 state = others[0].state
                 assert state is not None
                 handles.append(_watch(block, state, seen, "z"))
-                self.stream.run(entry, unit.layer, x)
-                z = self._shaped(seen["z"], x)
+                last = self.stream.run(entry, unit.layer, x)
+                z = self.stream.inherit(self._shaped(seen["z"], x), last)
             else:
                 for other in others:
                     if branch.norm is not None:
@@ -128,6 +132,8 @@ class Units:
                     else:
                         handles.append(_silence(block, other.update))
                 z = self.stream.run(entry, unit.layer, x)
+                if unit.part == "m":
+                    self.stream.inherit(z, x)  # no attention ran, whatever its block computed on the side
         finally:
             for handle in handles:
                 handle.remove()
@@ -137,13 +143,15 @@ class Units:
     def _branch_sum(self, entry: Entry, stage: Stage, x: Tensor) -> Tensor:
         """N_last(x + Σ u_i(x))."""
         last = self._branch(stage[-1])
-        total = x * last.skip_scale
+        total, source = x * last.skip_scale, x
         for unit in stage:
             self._count()
-            total = total + self._sublayer(entry, unit, x)[1]
+            z, u = self._sublayer(entry, unit, x)
+            total = total + u
+            source = source if unit.part == "m" else z
         assert last.norm is not None
         norm = self.stream.blocks.modules[stage[-1].layer].get_submodule(last.norm)
-        return norm(total)
+        return self.stream.inherit(norm(total), source)
 
     def _averaged(self, stage: Stage) -> nn.Module:
         """A copy of the stage's first block with the mean of all its blocks' weights."""

@@ -32,7 +32,8 @@ class Interaction:
             self._add(batch, "interaction_error", layer, _error(true, blind))
             both = Dots(true, blind)
             self._add(batch, "interaction_cosine", layer, cosine(both.su, both.ss, both.uu))
-            control = self._update(batch, step.layer, foreign_state(batch, layer, self.before, step.x))
+            foreign = batch.reader.stream.inherit(foreign_state(batch, layer, self.before, step.x), step.x)
+            control = self._update(batch, step.layer, foreign)
             self._add(batch, "interaction_error_control", layer, _error(true, control))
         self.before = step.x
 
