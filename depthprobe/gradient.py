@@ -13,19 +13,18 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from depthprobe.ablations.effects import Scored
 from depthprobe.checkpoint import Checkpoint
 from depthprobe.corpus import Corpus
+from depthprobe.cotangents import Choice, Cotangents
 from depthprobe.errors import DepthprobeError, UsageError
 from depthprobe.estimate import Interval, PerSequence, Resampler
 from depthprobe.fresh import fresh_twin
 from depthprobe.glossary import METRICS
 from depthprobe.prepare import prepare
-from depthprobe.probes.base import key_rng
 from depthprobe.probes.gradients import Cotangent, StateNorms, backpropagate, differentiable
 from depthprobe.probes.weights import POOLED, Key, Weights, groups_that_fit
 from depthprobe.report import Report
-from depthprobe.verify import Anatomy, open_stream
+from depthprobe.verify import Anatomy
 
 __all__ = [
     "GradientSettings",
@@ -39,7 +38,6 @@ __all__ = [
 
 Progress = Callable[[int, int], None]
 MEMORY = 2 << 30
-_RANDOM_KEY = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class GradientSettings:
         memory: bytes that autograd may keep of one sequence, and the same again for sums of weights' gradients.
     """
 
-    cotangent: Literal["both", "loss", "random"] = "both"
+    cotangent: Choice = "both"
     weights: bool = True
     skip_first: int = 1
     seed: int = 0
@@ -79,6 +77,22 @@ class GradientSettings:
         if self.memory < 1:
             raise UsageError(f"--memory is {self.memory} bytes", "more than 0")
 
+    def cotangents(self, anatomy: Anatomy, corpus: Corpus) -> Cotangents:
+        """What will be carried back in this model.
+
+        Raises:
+            UsageError: the model has no loss, or its sequences are too short.
+        """
+        found = Cotangents.of(anatomy, self.cotangent, self.seed)
+        counted = corpus.tokens - ("loss" in found.names and anatomy.objective == "causal")
+        if counted <= self.skip_first:
+            raise UsageError(
+                f"--skip-first {self.skip_first} leaves no position with a gradient in sequences of {corpus.tokens} "
+                "tokens, the last of which predicts nothing",
+                fix="skip fewer positions, or use longer sequences",
+            )
+        return found
+
 
 @dataclass(frozen=True, eq=False)
 class Gradients:
@@ -86,7 +100,8 @@ class Gradients:
 
     Attributes:
         table: layer, unit, metric, value, ci_low, ci_high, n, as in `layers.csv`.
-        summary: loss, ratio and ratio_random (x_0 over x_L, with intervals), what they were measured on, and notes.
+        summary: loss, ratio, ratio_median and ratio_random (x_1 over x_L, with intervals: the gradient at x_0 is
+            inverse to the embedding's scale, which says nothing of depth), what they were measured on, and notes.
     """
 
     table: pd.DataFrame
@@ -101,7 +116,7 @@ def gradients(
     model: str | Path | nn.Module | Checkpoint,
     data: Any = None,
     *,
-    cotangent: Literal["both", "loss", "random"] = "both",
+    cotangent: Choice = "both",
     weights: bool = True,
     fresh: int = 0,
     tokens: int = 4096,
@@ -148,31 +163,26 @@ def run_gradients(
     anatomy: Anatomy, corpus: Corpus, settings: GradientSettings, progress: Progress | None = None
 ) -> Gradients:
     """Take the gradients of a verified model on a corpus; see `gradients`."""
-    cotangents, notes = _cotangents(anatomy, settings)
-    _check_length(corpus, settings, cotangents, anatomy)
+    cotangents = settings.cotangents(anatomy, corpus)
+    notes = list(cotangents.notes)
     started, count, models = time.perf_counter(), corpus.sequences, max(1, settings.fresh)
     means, losses = PerSequence(count * models), np.full(count * models, np.nan)
-    weighed = settings.weights and "loss" in cotangents
+    weighed = settings.weights and "loss" in cotangents.names
     pooled: list[dict[Key, Interval]] = []
     dtype = anatomy.stream.checkpoint.dtype
     for place in range(models):
         if settings.fresh:
-            twin = fresh_twin(anatomy.stream.checkpoint, settings.seed + place)
-            sample = corpus.inputs[:4].to(twin.device, twin.dtype if corpus.is_states else torch.int64)
-            anatomy = open_stream(twin, sample)
-        groups = groups_that_fit(anatomy.stream.checkpoint.model, count, settings.memory)
-        if models > 1:  # the interval is over models
-            groups = min(groups, 1)
-        offset = place * count
+            _, _, anatomy = prepare(fresh_twin(anatomy.stream.checkpoint, settings.seed + place), corpus)
+        model, offset = anatomy.stream.checkpoint.model, place * count
+        groups = groups_that_fit(model, count, settings.memory)
+        groups = min(groups, 1) if models > 1 else groups  # the interval is over models then
         weights = Weights(anatomy.stream, means, groups, offset) if weighed else None
-        norms = StateNorms(means, settings.skip_first, anatomy.objective == "causal")
-        with differentiable(anatomy.stream.checkpoint.model):
-            for sequence in range(count):
-                losses[offset + sequence] = _one(
-                    anatomy, corpus, sequence, offset, settings, cotangents, norms, weights
-                )
+        norms = StateNorms(means, settings.skip_first, anatomy.objective == "causal", offset)
+        with differentiable(model):
+            for row in range(count):
+                losses[offset + row] = _one(anatomy, corpus, row, cotangents, norms, weights, settings.memory)
                 if progress is not None:
-                    progress(offset + sequence + 1, count * models)
+                    progress(offset + row + 1, count * models)
         if weights is not None:
             pooled.append(weights.close())
     if weighed and not pooled[0]:
@@ -183,11 +193,12 @@ def run_gradients(
     resampler = Resampler(count * models, clusters, settings.seed)
     table = _table(means, pooled, resampler, count)
     summary = {
-        "cotangents": list(cotangents),
+        "cotangents": list(cotangents.names),
         "loss": None if np.isnan(losses).any() else _value(resampler, losses[:, None], lambda m: m[:, 0]),
         "ratio": _ratio(means, resampler, "gradient_norm", len(anatomy.stream)),
         "ratio_median": _ratio(means, resampler, "gradient_norm_median", len(anatomy.stream)),
         "ratio_random": _ratio(means, resampler, "gradient_norm_random", len(anatomy.stream)),
+        "bottom": min(1, len(anatomy.stream) - 1),
         "fresh": [settings.seed + place for place in range(settings.fresh)],
         "sequences": count,
         "tokens": corpus.tokens,
@@ -204,7 +215,11 @@ def joined(report: Report, found: Gradients) -> Report:
     """The report with these gradients, instead of those that it had."""
     mine = {name for name in METRICS if "gradient" in name}
     layers = report.layers[~report.layers["metric"].isin(mine)]
-    return replace(report, layers=pd.concat([layers, found.table], ignore_index=True), gradients=found.summary)
+    summary = found.summary
+    if summary["sha256"] != report.corpus["sha256"]:
+        other = f"Gradients were taken on {summary['corpus']}, all else was measured on {report.corpus['name']}."
+        summary = {**summary, "notes": [*summary["notes"], other]}
+    return replace(report, layers=pd.concat([layers, found.table], ignore_index=True), gradients=summary)
 
 
 def with_gradients(
@@ -228,88 +243,25 @@ def _one(
     anatomy: Anatomy,
     corpus: Corpus,
     sequence: int,
-    offset: int,
-    settings: GradientSettings,
-    cotangents: tuple[Cotangent, ...],
+    cotangents: Cotangents,
     norms: StateNorms,
     weights: Weights | None,
+    memory: int,
 ) -> float:
     """One sequence's gradients into `norms` and `weights`; its loss, or NaN for none."""
     stream = anatomy.stream
     device, dtype = stream.checkpoint.device, stream.checkpoint.dtype
     inputs = corpus.inputs[sequence : sequence + 1].to(device, dtype if corpus.is_states else torch.int64)
-    loss, random = None, None
-    if "loss" in cotangents:
-        inputs, loss = _loss(anatomy, inputs, sequence, settings.seed)
-    if "random" in cotangents:
-        random = _unit_vectors((1, corpus.tokens, stream.blocks.width), sequence, settings.seed)
+    inputs, loss = cotangents.loss(anatomy, inputs, sequence)
+    random = cotangents.random(corpus.tokens, stream.blocks.width, sequence)
 
     def see(cotangent: Cotangent, layer: int, gradient: Tensor) -> None:
-        norms.see(sequence + offset, cotangent, layer, gradient)
+        norms.see(sequence, cotangent, layer, gradient)
 
-    value = backpropagate(stream, inputs, loss, random, see, weights, settings.memory)
+    value = backpropagate(stream, inputs, loss, random, see, weights, memory)
     if weights is not None:
         weights.end(sequence)
     return float("nan") if value is None else value
-
-
-def _loss(
-    anatomy: Anatomy, inputs: Tensor, sequence: int, seed: int
-) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """What to run, and from its logits ℓ: next tokens at every position but the last, or a masked model's 15 %."""
-    if anatomy.objective == "causal":
-        targets = inputs[0, 1:]
-        return inputs, lambda logits: nn.functional.cross_entropy(_float(logits[0, :-1]), targets)
-    tokenizer: Any = anatomy.stream.checkpoint.tokenizer
-    special = tuple(tokenizer.all_special_ids)
-    scored, hidden = Scored.masked(inputs, np.array([sequence]), special, tokenizer.mask_token_id, seed)
-    places, truth = scored.positions[0], scored.targets[0]
-    return hidden, lambda logits: nn.functional.cross_entropy(_float(logits[0, places]), truth)
-
-
-def _float(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
-
-
-def _unit_vectors(shape: tuple[int, ...], sequence: int, seed: int) -> Tensor:
-    """A direction for every token, uniform on the sphere; drawn by (seed, sequence)."""
-    drawn = torch.from_numpy(key_rng(seed, sequence, _RANDOM_KEY).standard_normal(shape))
-    return drawn / torch.linalg.vector_norm(drawn, dim=-1, keepdim=True)
-
-
-def _cotangents(anatomy: Anatomy, settings: GradientSettings) -> tuple[tuple[Cotangent, ...], list[str]]:
-    """What can be carried back in this model, and why not the rest.
-
-    Raises:
-        UsageError: the loss alone was asked for, and the model has none.
-    """
-    wanted: tuple[Cotangent, ...] = ("loss", "random") if settings.cotangent == "both" else (settings.cotangent,)
-    why = None
-    if anatomy.objective is None:
-        why = "the model has no language-model head"
-    elif anatomy.objective == "masked":
-        tokenizer = anatomy.stream.checkpoint.tokenizer
-        if getattr(tokenizer, "mask_token_id", None) is None:
-            why = "which id masks a token is not known without a tokenizer"
-    if why is None:
-        masked = anatomy.objective == "masked" and "loss" in wanted
-        text = "Gradients were taken with a seeded 15 % of positions masked; the loss reads these alone, so that at x_L"
-        return wanted, [f"{text} all other positions have a gradient of 0."] if masked else []
-    if "random" not in wanted:
-        raise UsageError(f"there is no loss to differentiate: {why}", fix="--cotangent random needs none")
-    return ("random",), [f"The loss's gradients were left out: {why}."] if "loss" in wanted else []
-
-
-def _check_length(
-    corpus: Corpus, settings: GradientSettings, cotangents: tuple[Cotangent, ...], anatomy: Anatomy
-) -> None:
-    counted = corpus.tokens - ("loss" in cotangents and anatomy.objective == "causal")
-    if counted <= settings.skip_first:
-        raise UsageError(
-            f"--skip-first {settings.skip_first} leaves no position with a gradient in sequences of {corpus.tokens} "
-            "tokens, the last of which predicts nothing",
-            fix="skip fewer positions, or use longer sequences",
-        )
 
 
 def _table(means: PerSequence, pooled: list[dict[Key, Interval]], resampler: Resampler, count: int) -> pd.DataFrame:
@@ -317,9 +269,9 @@ def _table(means: PerSequence, pooled: list[dict[Key, Interval]], resampler: Res
     keys = list(means.values)
     columns = np.stack([means.values[key] for key in keys], axis=1)
     values, low, high = resampler.intervals(columns)
+    n = (~np.isnan(columns)).sum(axis=0)
     rows: list[tuple[Any, ...]] = [
-        (layer, unit, metric, values[k], low[k], high[k], n)
-        for k, ((metric, unit, layer), n) in enumerate(zip(keys, (~np.isnan(columns)).sum(axis=0).tolist(), strict=True))
+        (layer, unit, metric, values[k], low[k], high[k], int(n[k])) for k, (metric, unit, layer) in enumerate(keys)
     ]
     for key in pooled[0] if pooled else ():
         interval = pooled[0][key]
@@ -337,8 +289,8 @@ def _table(means: PerSequence, pooled: list[dict[Key, Interval]], resampler: Res
 
 
 def _ratio(means: PerSequence, resampler: Resampler, metric: str, blocks: int) -> dict[str, float] | None:
-    """The value at x_0 over the value at x_L; None where it was not measured or is 0 at x_L."""
-    keys = [(metric, "block", 0), (metric, "block", blocks)]
+    """The value at x_1 (x_0 of a single block) over that at x_L; None where it was not measured or is 0 at x_L."""
+    keys = [(metric, "block", min(1, blocks - 1)), (metric, "block", blocks)]
     if keys[0] not in means.values or not means.values[keys[1]].all():
         return None
     return _value(resampler, np.stack([means.values[key] for key in keys], axis=1), lambda m: m[:, 0] / m[:, 1])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from depthprobe.commands.existing import existing_report
 from depthprobe.commands.options import (
     BatchSize,
     Bos,
@@ -31,14 +32,11 @@ from depthprobe.commands.options import (
     command_line,
     preparation,
 )
-from depthprobe.errors import DepthprobeError, OutputError
+from depthprobe.errors import DepthprobeError
 
 if TYPE_CHECKING:
     from depthprobe.ablation import Ablations
-    from depthprobe.checkpoint import Checkpoint
-    from depthprobe.corpus import Corpus
     from depthprobe.report import Report
-    from depthprobe.verify import Anatomy
 
 _WHAT = "What is changed"
 
@@ -142,7 +140,7 @@ def ablate(
         Units(anatomy).check(changed)
     target = out or Path("reports") / model.name
     check_writable(target)
-    report = _report(model, corpus, anatomy, target, seed)
+    report = existing_report(model, corpus, anatomy, target, seed)
     total, cost = sweep_cost(anatomy, corpus, chosen)
     say(f"Ablations: {cost}")
     kept = target / ".chunks"
@@ -185,33 +183,3 @@ def _joined(report: Report, found: Ablations) -> Report:
         say("The report's earlier ablations were made on other tokens or positions: these replace them.")
     run = {**report.run, "ablation_command": command_line()}
     return replace(report, ablations=table, merging=merging, run=run)
-
-
-def _report(model: Checkpoint, corpus: Corpus, anatomy: Anatomy, target: Path, seed: int) -> Report:
-    """The report of this model in `target`, made now where there is none.
-
-    Raises:
-        OutputError: the report there is of another model.
-    """
-    from depthprobe.analysis import build_report
-    from depthprobe.fingerprint import fingerprint
-    from depthprobe.measure import Settings, measure
-    from depthprobe.progress import Bar, say
-    from depthprobe.report import Report
-
-    if (target / "report.json").exists():
-        report = Report.load(target)
-        mine = {"name": model.name, "architecture": model.architecture, "fingerprint": fingerprint(model.model)}
-        mine["dtype"] = str(model.dtype).removeprefix("torch.")
-        odd = [name for name, value in mine.items() if report.model.get(name) != value]
-        if odd:
-            raise OutputError(
-                f"{target} holds a report of a model with another {', '.join(odd)}", fix="choose another --out"
-            )
-        return report
-    settings = Settings(seed=seed)
-    say(f"No report in {target} yet: measuring first. {settings.cost(anatomy, corpus)}")
-    with Bar("Measuring", corpus.sequences) as progress:
-        measured = measure(anatomy, corpus, settings, progress)
-    options = {"tokens": corpus.inputs.shape[0] * corpus.tokens} | vars(settings)
-    return build_report(model, corpus, anatomy, measured, settings, options, command_line())

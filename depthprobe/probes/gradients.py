@@ -56,7 +56,8 @@ def backpropagate(
     """
     with torch.enable_grad(), _explained():
         entry = stream.enter(inputs)
-        leaves, outputs, keep = [_leaf(entry.x)], [], False
+        leaves, keep = [_leaf(entry.x)], False
+        outputs: list[Tensor | None] = []
         for index in range(len(stream)):
             if index == 0:
                 kept, z = _watched(lambda: stream.run(entry, 0, leaves[0]), stream.checkpoint.model)
@@ -81,8 +82,8 @@ def backpropagate(
         final = [*arriving][-1]
         beside: dict[int, tuple[Tensor, Tensor]] = {}
         for index in reversed(range(len(stream))):
-            z, leaf = outputs.pop(), leaves.pop(index)
-            z = stream.run(entry, index, leaf) if z is None else z
+            held, leaf = outputs.pop(), leaves.pop(index)
+            z = stream.run(entry, index, leaf) if held is None else held
             own = [] if weights is None else weights.blocks[index]
             sides = [] if weights is None else _sides(entry, index, stream.blocks.slot)
             for name in arriving:
@@ -109,10 +110,11 @@ class StateNorms:
         means: where the results go.
         skip: how many leading positions the norms leave out; the share is of all.
         targetless: whether the last position has no target, so that no loss depends on it, and it is left out too.
+        offset: added to the index of a sequence, for the several models of one table.
     """
 
-    def __init__(self, means: PerSequence, skip: int, targetless: bool) -> None:
-        self.means, self.skip, self.targetless = means, skip, targetless
+    def __init__(self, means: PerSequence, skip: int, targetless: bool, offset: int = 0) -> None:
+        self.means, self.skip, self.targetless, self.offset = means, skip, targetless, offset
 
     def see(self, sequence: int, cotangent: Cotangent, layer: int, gradient: Tensor) -> None:
         """Take the gradient `[1, tokens, width]` at x_l.
@@ -135,7 +137,7 @@ class StateNorms:
             (f"gradient_norm{suffix}_median", median_tokens(counted, self.skip)),
             (f"gradient_first_share{suffix}", share),
         ):
-            self.means.add((metric, "block", layer), np.array([sequence]), values)
+            self.means.add((metric, "block", layer), np.array([sequence + self.offset]), values)
 
 
 @contextmanager

@@ -84,8 +84,9 @@ class Report:
         merging: rho (cost, layers, median, slope, or None), proxies (proxy, cost, blocks, value, ci_low, ci_high),
             base_loss (with interval, or None), sequences, tokens, score_positions, evaluations, plain_evaluations,
             seconds, notes; empty where no model was changed.
-        gradients: cotangents, loss, ratio, ratio_median, ratio_random (x_0 over x_L; value, ci_low, ci_high, or None),
-            fresh (seeds), sequences, tokens, corpus, sha256, skip_first, seconds, notes; empty where none were taken.
+        gradients: cotangents, loss, ratio, ratio_median, ratio_random (the gradient at x_1 over that at x_L; value,
+            ci_low, ci_high, or None), bottom (1; 0 for a single block), fresh (seeds), sequences, tokens, corpus,
+            sha256, skip_first, seconds, notes; empty where none were taken.
     """
 
     model: dict[str, Any]
