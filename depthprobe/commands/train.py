@@ -8,10 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from depthprobe.commands.options import TEXT_PANEL, Debug, Device, TextField, command_line
-from depthprobe.errors import UsageError
+from depthprobe.errors import DepthprobeError, UsageError
 
 MODEL_PANEL = "The model"
 RATE_PANEL = "The optimiser"
+
+
+class _InterruptedError(DepthprobeError):
+    exit_code = 130
 
 
 def train(
@@ -183,7 +187,7 @@ def train(
     from depthprobe.lab.processes import writes
     from depthprobe.lab.settings import TrainSettings
     from depthprobe.lab.training import train as run
-    from depthprobe.progress import Bar, say
+    from depthprobe.progress import Bar
 
     settings = TrainSettings(
         steps, batch_size, seq_len, accumulate, optimizer, lr, (beta[0], beta[1]), momentum, weight_decay, warmup,
@@ -192,19 +196,23 @@ def train(
     settings.check()
     model = start if start is not None else LabConfig(**architecture)
     given = None if tokenizer == "bytes" else tokenizer
-    with Bar("Training", steps, "steps") as progress:
-        shown = progress if writes() else None
-        result = run(
-            model, settings, out, data, tokenizer=given, text_field=text_field, resume=resume, progress=shown,
-            command=command_line(),
-        )  # fmt: skip
+    try:
+        with Bar("Training", steps, "steps") as progress:
+            shown = progress if writes() else None
+            result = run(
+                model, settings, out, data, tokenizer=given, text_field=text_field, resume=resume, progress=shown,
+                command=command_line(),
+            )  # fmt: skip
+    except KeyboardInterrupt:
+        last = f"the state of the last validation is kept in {out}, --resume goes on"
+        raise _InterruptedError("interrupted", fix=last) from None
     if not writes():
         return
-    if result.reason:
-        say(f"failed: {result.reason}")
     loss = "not finite" if result.val_loss is None else f"{result.val_loss:.3f} nats per token"
     unigram = "" if result.unigram is None else f" (unigram {result.unigram:.3f})"
-    print(f"{result.status}: validation loss {loss}{unigram} after {result.steps:,} of {steps:,} steps,")
+    if result.reason:
+        print(f"failed: {result.reason}")
+    print(f"validation loss {loss}{unigram} after {result.steps:,} of {steps:,} steps,")
     print(f"{result.tokens:,} tokens in {result.seconds:,.0f} s; {result.parameters:,} parameters")
     print(out / "run.json")
 

@@ -142,10 +142,11 @@ class Loop:
     def validate(self) -> float:
         """The mean loss over the validation sequences, nats a predicted token."""
         self.model.eval()
-        total = torch.zeros(2, device=self.processes.device, dtype=torch.float64)
+        total = torch.zeros(2, device=self.processes.device)  # of losses, and of sequences
         for ids, labels in zip(*(part.split(self.settings.batch_size) for part in self.checked), strict=True):
-            loss = self._loss(ids, labels)
-            total += torch.stack([loss.double() * len(ids), loss.new_tensor(len(ids)).double()])
+            if len(ids) > 0:  # more processes than sequences
+                loss = self._loss(ids, labels).float()
+                total += torch.stack([loss * len(ids), torch.full_like(loss, len(ids))])
         self.model.train()
         total = self.processes.mean(total)
         return float(total[0] / total[1])
