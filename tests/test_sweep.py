@@ -161,7 +161,7 @@ class TestEffects:
         before = torch.tensor([[[0.0, -200.0, 1.0], [0.0, -95.0, 1.0], [0.0, -60.0, 1.0], [0.0, -200.0, 1.0]]])
         after = torch.tensor([[[0.0, 2.0, 1.0], [0.0, -9.0, 1.0], [0.0, 2.0, 1.0], [0.0, -120.0, 1.0]]])
         p, q = (logits.double().log_softmax(-1) for logits in (before, after))
-        found = _Unmodified.of(before, torch.tensor([[0, 1, 2, 1]])).effects(after)
+        found = _Unmodified.of(before, torch.tensor([[0, 1, 2, 1]])).effects(after, torch.empty_like(after))
         np.testing.assert_allclose(found["kl"], (p.exp() * (p - q)).sum(-1), rtol=1e-5, atol=1e-7)
         np.testing.assert_allclose(found["delta_loss"], (p - q)[0, range(4), [0, 1, 2, 1]][None], rtol=1e-5)
         assert found["top1_agreement"].tolist() == [[0, 1, 0, 1]]

@@ -100,6 +100,7 @@ class Reference:
         chunk = chunk or CHUNK_BYTES // (4 * (stream.checkpoint.vocab_size or 1))
         sequences, count = scored.positions.shape
         self.parts = _parts(sequences, count, max(1, chunk))
+        self._room: Tensor | None = None
         self.unmodified: list[_Unmodified] = []
         self.to_unigram: list[Tensor] = []
         for part in self.parts:
@@ -123,7 +124,9 @@ class Reference:
 
     def effects(self, logits: Iterable[Tensor]) -> dict[str, NDArray[np.float64]]:
         """The same from changed logits `[sequences, positions, vocabulary]`, one of each of `parts`; overwritten."""
-        found = [kept.effects(changed) for kept, changed in zip(self.unmodified, logits, strict=True)]
+        found = [
+            kept.effects(changed, self._scratch(changed)) for kept, changed in zip(self.unmodified, logits, strict=True)
+        ]
         return {name: self._means([effect[name] for effect in found]) for name in EFFECTS}
 
     def _means(self, values: list[Tensor]) -> NDArray[np.float64]:
@@ -132,6 +135,12 @@ class Reference:
         for part, value in zip(self.parts, values, strict=True):
             whole[part] = value.cpu().double()
         return whole.mean(dim=1).numpy()
+
+    def _scratch(self, like: Tensor) -> Tensor:
+        """Room for a pass over the vocabulary, the same at every call: new memory is slow to touch."""
+        if self._room is None or self._room.numel() < like.numel():
+            self._room = torch.empty_like(like).flatten()
+        return self._room[: like.numel()].view(like.shape)
 
     def _readout(self, last: Tensor, part: Part) -> Tensor:
         positions = self.scored.positions[part]
@@ -173,17 +182,19 @@ class _Unmodified:
         """Cross-entropy, nats."""
         return self.lse - _at(self.logits, self.targets)
 
-    def effects(self, logits: Tensor) -> dict[str, Tensor]:
-        """Of changed logits, which are overwritten: with c = the gain of each logit less its mean under p, the
-        unmodified distribution, KL(p ‖ changed) = log Σ p e^c, and the loss grows by that less c of the target.
+    def effects(self, logits: Tensor, scratch: Tensor) -> dict[str, Tensor]:
+        """Of changed logits, which are overwritten, as is `scratch` of the same shape.
+
+        With c = the gain of each logit less its mean under p, the unmodified distribution, KL(p ‖ changed) is
+        log Σ p e^c, and the loss grows by that less c of the target.
 
         Few passes over the vocabulary are what makes this cheap beside the readout: no second softmax, no argmax.
         """
         same = _at(logits, self.best) >= logits.amax(dim=-1)
         gain = logits.sub_(self.logits)
-        mean = (self.chance * gain).sum(dim=-1) / self.mass
+        mean = torch.mul(self.chance, gain, out=scratch).sum(dim=-1) / self.mass
         c = gain.sub_(mean[..., None])
-        kl = ((self.chance * c.exp()).sum(dim=-1) / self.mass).log()
+        kl = (torch.exp(c, out=scratch).mul_(self.chance).sum(dim=-1) / self.mass).log()
         # Nearly equal distributions leave only rounding, that of e^c (about 1) and of the mean: log Σ p e^c − Σ p c.
         near = kl.abs() < NEAR
         if bool(near.any()):
