@@ -11,65 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from depthprobe.stream import Entry, Stream
+from depthprobe.taps import Block, Branch, Placement, Tap, Unit, first_tensor
 
-__all__ = ["Block", "Branch", "Placement", "Tap", "find_branches", "first_tensor"]
-
-Placement = Literal["pre", "post", "branch", "sandwich", "none"]
-Unit = Literal["attention", "mlp"]
+__all__ = ["Block", "Branch", "find_branches"]
 
 _ATTENTION = re.compile(r"attn|attention|(^|[._])(sa|mixer|mamba|ssm)([._]|$)", re.IGNORECASE)
 _MLP = re.compile(
     r"mlp|ffn|feed_?forward|(^|[._])(ff|fc\d?|moe|experts?|lin\d|linear\d|dropout2|output)([._]|$)", re.IGNORECASE
 )
 _NORM = re.compile(r"norm", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class Tap:
-    """Where a tensor can be read: the input or the output of a module inside a block.
-
-    `overwritten` marks a tensor that the block later changes in place, so that whoever keeps it must copy it.
-    """
-
-    module: str
-    side: Literal["in", "out"]
-    overwritten: bool = False
-
-
-@dataclass(frozen=True)
-class Branch:
-    """One sublayer of one block: it turns s into s + u, or into N(s + u).
-
-    Attributes:
-        unit: `attention` or `mlp`.
-        placement: where its norm sits, concluded from the tensors.
-        parallel: it reads the block's input beside the other branch, not the other branch's result.
-        update: where u is read; `scale` times that tensor is what is added.
-        state: where s is read, None for the block's input; `skip_scale` times that tensor is s.
-        norm: the module of a post-LN unit's norm N, None elsewhere.
-    """
-
-    unit: Unit
-    placement: Placement
-    parallel: bool
-    update: Tap
-    scale: float
-    state: Tap | None
-    skip_scale: float
-    norm: str | None = None
-
-
-@dataclass(frozen=True)
-class Block:
-    """One block: its branches in the order in which they write, empty where they were not found."""
-
-    index: int
-    kind: str
-    branches: tuple[Branch, ...]
-
-    def branch(self, unit: str) -> Branch | None:
-        """The branch of that name, None where there is none."""
-        return next((branch for branch in self.branches if branch.unit == unit), None)
 
 
 @dataclass
@@ -84,7 +34,7 @@ class _Value:
 
 @dataclass(frozen=True)
 class _Step:
-    """target = skip_scale · state + scale · update, of which state −1 is the block's input."""
+    """target = skip_scale · state + scale · update, the state through a gain or a norm after the sum where named."""
 
     update: int
     scale: float
@@ -92,12 +42,19 @@ class _Step:
     skip_scale: float
     parallel: bool = False
     norm: str | None = None
+    gain: str | None = None
 
 
 def _norms(block: nn.Module) -> dict[str, nn.Module]:
     """The norms of a block by name: modules whose class is called so, innermost only."""
     named = {name: module for name, module in block.named_modules() if name and _NORM.search(type(module).__name__)}
     return {name: m for name, m in named.items() if not any(other.startswith(f"{name}.") for other in named)}
+
+
+def _gains(block: nn.Module, width: int) -> set[str]:
+    """The modules of a block whose only parameter is one factor for each of the stream's dimensions."""
+    shapes = {name: [p.shape for p in module.parameters()] for name, module in block.named_modules() if name}
+    return {name for name, found in shapes.items() if found == [(width,)]} - _norms(block).keys()
 
 
 def find_branches(stream: Stream, entry: Entry, tolerance: float) -> tuple[Block, ...]:
@@ -151,6 +108,8 @@ class _Seen:
         self.block = stream.blocks.modules[index]
         self.norms = _norms(self.block)
         self.norm_calls: list[tuple[str, int, int]] = []  # name, index of its input, index of its output
+        self.gains = _gains(self.block, x.shape[-1])
+        self.gain_calls: dict[int, tuple[str, int]] = {}  # index of its output → name, index of its input
         self.values: list[_Value] = []
         self.device = x.device
         state = x
@@ -201,6 +160,8 @@ class _Seen:
                 if place is not None and name in self.norms and name in inputs_of:
                     self.values[place].from_norms.append(name)
                     self.norm_calls.append((name, inputs_of[name], place))
+                elif place is not None and name in self.gains and name in inputs_of:
+                    self.gain_calls[place] = (name, inputs_of[name])
 
             handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             handles.append(module.register_forward_hook(after))
@@ -239,7 +200,9 @@ class _Seen:
             state = self.x if branch.state is None else where.get((branch.state.module, branch.state.side))
             if update is None or state is None:
                 return ()
-            steps.append(_Step(update, branch.scale, state, branch.skip_scale, branch.parallel, branch.norm))
+            steps.append(
+                _Step(update, branch.scale, state, branch.skip_scale, branch.parallel, branch.norm, branch.gain)
+            )
         return self._name(steps) if all(error <= self.tolerance for error in self._errors(steps)) else ()
 
     def _errors(self, steps: list[_Step]) -> Iterator[float]:
@@ -249,7 +212,10 @@ class _Seen:
                 parts = sum(s.scale * self.values[s.update].full.double() for s in steps)
             else:
                 parts = step.scale * self.values[step.update].full.double()
-            total = step.skip_scale * self.values[step.state].full.double() + parts
+            state = self.values[step.state].full
+            if step.gain is not None:
+                state = self.block.get_submodule(step.gain)(state.to(self.device)).cpu()
+            total = step.skip_scale * state.double() + parts
             following = self.z if step.parallel or place == len(steps) - 1 else steps[place + 1].state
             if step.norm is not None:
                 like = self.values[step.update].full
@@ -277,12 +243,15 @@ class _Seen:
         for error, (state, update), (skip, scale) in self._fits(
             target, [(s, u) for s in states for u in updates if s != u]
         )[:8]:
-            if before := self._explain(state, depth - 1):
-                found.append((error, [*before, _Step(update, scale, state, skip)]))
+            gain, source = self.gain_calls.get(state, (None, state))
+            before = [] if source == self.x else self._explain(source, depth - 1)
+            if before is not None:
+                found.append((error, [*before, _Step(update, scale, source, skip, gain=gain)]))
                 break
         pairs = [(self.x, a, b) for a in updates for b in updates if a < b]
         for error, (state, a, b), (skip, first, second) in self._fits(target, pairs)[:1]:
             found.append((error, [_Step(a, first, state, skip, True), _Step(b, second, state, skip, True)]))
+        found.sort(key=lambda item: item[1][-1].gain is None)  # a learned factor may happen to be the same everywhere
         # A branch that is small beside the stream can be left out within the tolerance, but not as exactly. Between
         # explanations that are equally exact, the one found first is the simplest.
         exact = min((error for error, _ in found), default=0.0)
@@ -340,7 +309,9 @@ class _Seen:
                 placement = "sandwich"
             elif reads or writes:
                 placement = "pre" if reads else "branch"
-            branches.append(Branch(unit, placement, step.parallel, tap, step.scale, state, step.skip_scale, step.norm))
+            branches.append(
+                Branch(unit, placement, step.parallel, tap, step.scale, state, step.skip_scale, step.norm, step.gain)
+            )
         return tuple(branches)
 
     def _units(self, steps: list[_Step]) -> list[Unit] | None:
@@ -361,19 +332,3 @@ class _Seen:
 
 def _snap(weight: float, tolerance: float) -> float:
     return 1.0 if abs(weight - 1) <= 10 * tolerance else weight
-
-
-def first_tensor(value: Any) -> Tensor | None:
-    """The first floating tensor among a module's arguments or results, a keyword `hidden_states` before others."""
-    return next((t for t in _flat(value) if t.is_floating_point()), None)
-
-
-def _flat(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _flat(item)
-    elif isinstance(value, dict):
-        for name in sorted(value, key=lambda name: name != "hidden_states"):
-            yield from _flat(value[name])

@@ -196,7 +196,8 @@ def _watch(
         stream = _stream_argument(args, kwargs)
         if stream is not None:
             # A clone, since some blocks add in place onto what they were given.
-            given = {slot: value for slot, value in (*enumerate(args), *kwargs.items()) if isinstance(value, Tensor)}
+            slots: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+            given = {slot: value for slot, value in slots if isinstance(value, Tensor)}
             calls[id(module)].append(_Call(stream[0], stream[1].detach().clone(), given))
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -9,8 +9,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from depthprobe.anatomy import Block, Branch, Tap, first_tensor
 from depthprobe.stream import Entry, Stream
+from depthprobe.taps import Block, Branch, Tap, first_tensor
 
 __all__ = ["Reader", "Visit"]
 
@@ -67,10 +67,12 @@ class Reader:
         self._seen.clear()
         z = self.stream.run(entry, index, x)
         branches: dict[str, tuple[Tensor, Tensor]] = {
-            b.unit: (self._state(b, x), self._update(b, x)) for b in self.blocks[index].branches
+            b.unit: (self._state(b, index, x), self._update(b, x)) for b in self.blocks[index].branches
         }
         self._seen.clear()
-        sums = bool(branches) and all(b.norm is None and b.skip_scale == 1.0 for b in self.blocks[index].branches)
+        sums = bool(branches) and all(
+            b.norm is None and b.gain is None and b.skip_scale == 1.0 for b in self.blocks[index].branches
+        )
         if sums and z.dtype in {torch.bfloat16, torch.float16}:
             # The difference of two rounded states would be mostly rounding where the update is small.
             update = torch.stack([u.float() for _, u in branches.values()]).sum(dim=0)
@@ -79,11 +81,12 @@ class Reader:
         return Visit(z, branches, update)
 
     def _update(self, branch: Branch, x: Tensor) -> Tensor:
-        return _scaled(self._outside(self._seen[branch.update], x), branch.scale)
+        update = self._outside(self._seen[branch.update], x)
+        return update if branch.scale == 1.0 else update * branch.scale
 
-    def _state(self, branch: Branch, x: Tensor) -> Tensor:
+    def _state(self, branch: Branch, index: int, x: Tensor) -> Tensor:
         state = x if branch.state is None else self._outside(self._seen[branch.state], x)
-        return _scaled(state, branch.skip_scale)
+        return branch.skip(self.stream.blocks.modules[index], state)
 
     def _outside(self, tensor: Tensor, x: Tensor) -> Tensor:
         if tensor.ndim == 3 and not self.stream.blocks.batch_first:
@@ -106,7 +109,3 @@ class Reader:
         tensor = first_tensor(value)
         if tensor is not None:
             self._seen[tap] = tensor.clone() if tap.overwritten else tensor
-
-
-def _scaled(tensor: Tensor, scale: float) -> Tensor:
-    return tensor if scale == 1.0 else tensor * scale

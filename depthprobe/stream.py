@@ -74,13 +74,9 @@ class Stream:
             call_model(self.checkpoint, inputs)
         x = self._outside(start[0])
         if self.blocks.carried:
-            args, kwargs = calls[0]
-            # An argument that is not there is None in every model that has it.
-            values = (
-                args[slot] if isinstance(slot, int) and slot < len(args) else kwargs.get(slot)
-                for _, slot in self.blocks.carried
-            )
-            self._beside[x] = tuple(values)
+            # What the model gives its first block: None, as a rule, or no such argument at all.
+            given = dict(enumerate(calls[0][0])) | calls[0][1]
+            self._beside[x] = tuple(given.get(slot) for _, slot in self.blocks.carried)
         return Entry(inputs, x, tuple(calls))
 
     def run(self, entry: Entry, index: int, x: Tensor, module: nn.Module | None = None) -> Tensor:
@@ -104,10 +100,11 @@ class Stream:
     def inherit(self, state: Tensor, source: Tensor) -> Tensor:
         """The state, from now on accompanied by what was handed on with another one."""
         if self.blocks.carried:
-            self._beside[state] = self._handed_on(source)
+            self._beside[state] = self.handed_on(source)
         return state
 
-    def _handed_on(self, x: Tensor) -> tuple[Any, ...]:
+    def handed_on(self, x: Tensor) -> tuple[Any, ...]:
+        """What blocks handed on with a state, in the order of `BlockList.carried`."""
         if x not in self._beside:
             raise RuntimeError("a state was made without a word on what blocks hand on beside it: see Stream.inherit")
         return self._beside[x]
@@ -117,7 +114,7 @@ class Stream:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A block's arguments with what was handed on with this state in its places."""
         changed, named = list(args), dict(kwargs)
-        for (_, slot), value in zip(self.blocks.carried, self._handed_on(x), strict=True):
+        for (_, slot), value in zip(self.blocks.carried, self.handed_on(x), strict=True):
             if isinstance(slot, int):
                 changed[slot] = value
             else:

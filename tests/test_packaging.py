@@ -28,6 +28,7 @@ LAYERS = (
     {"checkpoint", "corpus"},
     {"blocks"},
     {"stream"},
+    {"taps"},
     {"anatomy"},
     {"branches"},
     {"verify"},

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from depthprobe.ablations.schedule import Schedule, Stage, Unit
-from depthprobe.anatomy import Branch, Tap, first_tensor
 from depthprobe.errors import UsageError
 from depthprobe.stream import Entry
+from depthprobe.taps import Branch, Tap, first_tensor
 from depthprobe.verify import Anatomy
 
 __all__ = ["Units"]
@@ -143,15 +143,15 @@ class Units:
     def _branch_sum(self, entry: Entry, stage: Stage, x: Tensor) -> Tensor:
         """N_last(x + Σ u_i(x))."""
         last = self._branch(stage[-1])
-        total, source = x * last.skip_scale, x
+        block = self._module(stage[-1])
+        total, source = last.skip(block, x), x
         for unit in stage:
             self._count()
             z, u = self._sublayer(entry, unit, x)
             total = total + u
             source = source if unit.part == "m" else z
         assert last.norm is not None
-        norm = self.stream.blocks.modules[stage[-1].layer].get_submodule(last.norm)
-        return self.stream.inherit(norm(total), source)
+        return self.stream.inherit(block.get_submodule(last.norm)(total), source)
 
     def _averaged(self, stage: Stage) -> nn.Module:
         """A copy of the stage's first block with the mean of all its blocks' weights."""
