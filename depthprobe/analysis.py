@@ -21,6 +21,7 @@ from depthprobe.checkpoint import Checkpoint, load
 from depthprobe.corpus import Corpus
 from depthprobe.estimate import Resampler
 from depthprobe.fingerprint import fingerprint
+from depthprobe.gradient import GradientSettings, with_gradients
 from depthprobe.measure import Measured, Progress, Settings, measure
 from depthprobe.prepare import prepare
 from depthprobe.report import Report
@@ -45,6 +46,7 @@ def analyze(
     lens_positions: int = 1024,
     ablations: bool = True,
     ablation_tokens: int = 2048,
+    gradient_tokens: int = 1024,
     progress: Progress | None = None,
     **loading: Any,
 ) -> Report:
@@ -68,7 +70,9 @@ def analyze(
         lens_positions: how many positions the logit lens reads out, 0 for none.
         ablations: skip each block, merge and swap each two neighbours, and measure what it costs.
         ablation_tokens: on how many of the tokens; a quarter of their positions is scored.
-        progress: called with (sequences done, sequences in all), then with (block evaluations done, in all).
+        gradient_tokens: on how many of the tokens to take gradients, 0 for none.
+        progress: called with (sequences done, sequences in all), again for gradients, then with (block evaluations
+            done, in all).
         loading: further arguments of `load` (dtype, device, revision, trust_remote_code, …).
 
     Returns:
@@ -93,8 +97,11 @@ def analyze(
     )
     measured = measure(anatomy, corpus, settings, progress)
     options = {"tokens": tokens, "seq_len": seq_len, "bos": bos, "text_field": text_field} | vars(settings)
-    options |= {"ablations": ablations, "ablation_tokens": ablation_tokens}
+    options |= {"ablations": ablations, "ablation_tokens": ablation_tokens, "gradient_tokens": gradient_tokens}
     report = build_report(checkpoint, corpus, anatomy, measured, settings, options)
+    if gradient_tokens:
+        part = select_sequences(corpus, gradient_tokens)
+        report = with_gradients(report, anatomy, part, GradientSettings(skip_first=skip_first, seed=seed), progress)
     if not ablations:
         return report
     swept = default_sweep(

@@ -12,6 +12,7 @@ import typer
 
 from depthprobe.commands.ablate import ablate
 from depthprobe.commands.analyze import analyze
+from depthprobe.commands.gradients import gradients
 from depthprobe.commands.inspect import inspect
 from depthprobe.commands.metrics import metrics
 from depthprobe.commands.options import remember
@@ -52,7 +53,7 @@ def _root(
     pass
 
 
-for command in (analyze, inspect, ablate, stages, prune, train, metrics):
+for command in (analyze, inspect, ablate, stages, prune, gradients, train, metrics):
     app.command()(command)
 
 

@@ -18,6 +18,8 @@ from depthprobe.ablations.effects import Scored
 from depthprobe.cotangents import Cotangents
 from depthprobe.errors import GradientError, NonFiniteError, UsageError
 from depthprobe.gradient import GradientSettings, gradients, run_gradients
+from depthprobe.lab.config import LabConfig
+from depthprobe.lab.model import LabForCausalLM
 from depthprobe.prepare import prepare
 
 BLOCKS = {
@@ -28,6 +30,7 @@ BLOCKS = {
     "mixtral": "model.layers",
     "gemma3": "model.layers",
     "bert": "bert.encoder.layer",
+    "realformer": "model.blocks",
 }
 WORDS = {"[PAD]": 0, "[CLS]": 1, "[SEP]": 2, "[MASK]": 3} | {f"w{i}": i for i in range(4, 96)}
 
@@ -40,6 +43,15 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def column(table: pd.DataFrame, metric: str, unit: str = "block") -> np.ndarray:
     rows = table[(table["metric"] == metric) & (table["unit"] == unit)].sort_values("layer")
     return rows["value"].to_numpy()
+
+
+def realformer() -> nn.Module:
+    """Each block hands its attention scores on to the next, beside the stream."""
+    torch.manual_seed(0)
+    config = LabConfig(
+        vocab_size=96, hidden_size=32, num_hidden_layers=DEPTH, num_attention_heads=4, residual_attention=True
+    )
+    return LabForCausalLM(config).eval()
 
 
 @contextmanager
@@ -78,7 +90,7 @@ def losses(model: nn.Module, inputs: torch.Tensor, scored: Scored | None) -> tor
 @pytest.mark.parametrize("name", BLOCKS)
 def test_every_gradient_is_that_of_the_untouched_model(name: str) -> None:
     """In one batch here, one by one there: the size of a batch changes no number."""
-    model, masked = build(name), name == "bert"
+    model, masked = realformer() if name == "realformer" else build(name), name == "bert"
     exact = 1e-4 if name == "mixtral" else 1e-8  # its experts run in float32 at most
     model = model if name == "mixtral" else model.double()
     scored, inputs = None, IDS
@@ -343,11 +355,12 @@ def test_a_sequence_has_its_gradients_whatever_stands_beside_it() -> None:
     assert parts[0]["ci_low"].isna().all()
 
 
-def test_without_room_for_the_graph_blocks_run_again() -> None:
-    model = build("neox")
+@pytest.mark.parametrize("name", ["neox", "realformer"])
+def test_without_room_for_the_graph_blocks_run_again(name: str) -> None:
+    model = realformer() if name == "realformer" else build(name)
     _, corpus, anatomy = prepare(model, IDS)
     calls = []
-    handle = model.gpt_neox.layers[1].attention.register_forward_hook(lambda *_: calls.append(1))
+    handle = model.get_submodule(f"{BLOCKS[name]}.1.attention").register_forward_hook(lambda *_: calls.append(1))
     kept = run_gradients(anatomy, corpus, GradientSettings())
     once = len(calls)
     again = run_gradients(anatomy, corpus, GradientSettings(memory=1))

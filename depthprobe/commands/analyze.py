@@ -56,6 +56,9 @@ def analyze(
     ablation_tokens: Annotated[
         int, typer.Option(help="How many of the tokens to run these on; a quarter of their positions is scored.")
     ] = 2048,
+    gradient_tokens: Annotated[
+        int, typer.Option(help="How many of the tokens to take gradients on, of states and weights; 0 for none.")
+    ] = 1024,
     batch_size: BatchSize = "auto",
     seed: Seed = 0,
     dtype: Dtype = "auto",
@@ -69,8 +72,8 @@ def analyze(
 
     The residual stream is found in the model and verified first. Then one pass over the text measures how the stream
     grows, how large and how aligned each update is, how alike neighbouring states are, whether a block needs its
-    predecessor's update, and what the logit lens reads after every block. Last, on fewer tokens, each block is
-    skipped, and each two neighbours are merged and swapped.
+    predecessor's update, and what the logit lens reads after every block. On fewer tokens, gradients are carried back
+    from the loss and from a random vector; last, each block is skipped, and each two neighbours are merged and swapped.
 
     Example: `depthprobe analyze gpt2 --tokens 16384 --out reports/gpt2`
     """
@@ -84,6 +87,7 @@ def analyze(
 
     from depthprobe.ablation import default_schedules, default_sweep, select_sequences, sweep_cost
     from depthprobe.analysis import build_report
+    from depthprobe.gradient import GradientSettings, gradients_cost, with_gradients
     from depthprobe.measure import Settings, measure
     from depthprobe.prepare import prepare
     from depthprobe.progress import Bar, say
@@ -99,8 +103,13 @@ def analyze(
     with Bar("Measuring", corpus.sequences) as progress:
         measured = measure(anatomy, corpus, settings, progress)
     options = {"tokens": tokens, "seq_len": seq_len, "bos": bos, "text_field": text_field} | vars(settings)
-    options |= {"ablations": ablations, "ablation_tokens": ablation_tokens}
+    options |= {"ablations": ablations, "ablation_tokens": ablation_tokens, "gradient_tokens": gradient_tokens}
     report = build_report(model, corpus, anatomy, measured, settings, options, command_line())
+    if gradient_tokens:
+        part, slopes = select_sequences(corpus, gradient_tokens), GradientSettings(skip_first=skip_first, seed=seed)
+        say(gradients_cost(part, slopes))
+        with Bar("Differentiating", part.sequences) as progress:
+            report = with_gradients(report, anatomy, part, slopes, progress)
     if ablations:
         part = select_sequences(corpus, ablation_tokens)
         total, cost = sweep_cost(

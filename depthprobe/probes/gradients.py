@@ -35,9 +35,10 @@ def backpropagate(
 ) -> float | None:
     """Run one batch forward and every cotangent backward, block by block; nothing is left in any `.grad`.
 
-    Each block reads a leaf, so that its own graph ends there, and the gradient that arrives is the total derivative:
-    the stream is all that connects the blocks. Where the tensors that autograd keeps would take more than `memory`, as
-    measured on block 0, only the states are kept, and each block is run again on the way down.
+    Each block reads a leaf, so that its own graph ends there. What blocks hand on beside the stream (RealFormer's
+    attention scores) carries gradients down too; those at x_l hold it fixed, as autograd does. Where the tensors that
+    autograd keeps would take more than `memory`, as measured on block 0, only the states are kept, and each block is
+    run again on the way down.
 
     Args:
         stream: the model, under `differentiable`.
@@ -56,7 +57,7 @@ def backpropagate(
     """
     with torch.enable_grad(), _explained():
         entry = stream.enter(inputs)
-        leaves, keep = [_leaf(entry.x)], False
+        leaves, keep = [stream.inherit(_leaf(entry.x), entry.x)], False
         outputs: list[Tensor | None] = []
         for index in range(len(stream)):
             if index == 0:
@@ -66,7 +67,7 @@ def backpropagate(
                 with torch.set_grad_enabled(keep):
                     z = stream.run(entry, index, leaves[-1])
             outputs.append(z if keep else None)
-            leaves.append(_leaf(z))
+            leaves.append(stream.inherit(_leaf(z), z))
         arriving: dict[Cotangent, Tensor] = {}
         value, last = None, leaves[-1]
         outside = [] if weights is None else weights.outside
@@ -74,21 +75,26 @@ def backpropagate(
             arriving["random"] = random.to(last)
         if loss is not None:  # last, so that the graphs are free once it has passed
             value = loss(stream.readout(last, inputs))
-            arriving["loss"], found = _pull(value, None, last, outside)
+            arriving["loss"], found = _pull([(value, None)], last, outside)
             if weights is not None:
                 weights.take(outside, found)
         for name, gradient in arriving.items():
             see(name, len(stream), gradient)
         final = [*arriving][-1]
+        beneath: dict[Cotangent, list[Tensor | None]] = {name: [] for name in arriving}
         beside: dict[int, tuple[Tensor, Tensor]] = {}
         for index in reversed(range(len(stream))):
             held, leaf = outputs.pop(), leaves.pop(index)
+            below = _handed_on(stream, leaf)
             z = stream.run(entry, index, leaf) if held is None else held
             own = [] if weights is None else weights.blocks[index]
             sides = [] if weights is None else _sides(entry, index, stream.blocks.slot)
             for name in arriving:
                 more = [*own, *sides] if name == "loss" else []
-                arriving[name], found = _pull(z, arriving[name], leaf, more, retain=name != final)
+                handed = zip(_handed_on(stream, z), beneath[name], strict=False)  # the last block's goes nowhere
+                written = [(z, arriving[name]), *((t, g) for t, g in handed if g is not None)]
+                arriving[name], found = _pull(written, leaf, [*below, *more], retain=name != final)
+                beneath[name], found = list(found[: len(below)]), found[len(below) :]
                 see(name, index, arriving[name])
                 if weights is not None and name == "loss":
                     weights.take(own, found[: len(own)])
@@ -177,11 +183,19 @@ def _leaf(x: Tensor) -> Tensor:
 
 
 def _pull(
-    output: Tensor, cotangent: Tensor | None, leaf: Tensor, more: Sequence[Tensor], retain: bool = False
+    written: Sequence[tuple[Tensor, Tensor | None]], leaf: Tensor, more: Sequence[Tensor], retain: bool = False
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """The gradient at a leaf, 0 where the output does not depend on it, and those by further tensors."""
-    found = torch.autograd.grad(output, [leaf, *more], cotangent, retain_graph=retain, allow_unused=True)
+    """From outputs with their cotangents the gradient at a leaf, 0 where none depends on it, and at further tensors."""
+    outputs, cotangents = zip(*written, strict=True)
+    found = torch.autograd.grad(outputs, [leaf, *more], cotangents, retain_graph=retain, allow_unused=True)
     return torch.zeros_like(leaf) if found[0] is None else found[0], found[1:]
+
+
+def _handed_on(stream: Stream, state: Tensor) -> list[Tensor]:
+    """The tensors that accompany a state, which the next block reads; with a gradient where they are leaves."""
+    values = stream.handed_on(state) if stream.blocks.carried else ()
+    tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+    return [tensor.requires_grad_() if tensor.is_leaf else tensor for tensor in tensors]
 
 
 def _watched(run: Callable[[], Tensor], model: nn.Module) -> tuple[int, Tensor]:

@@ -11,13 +11,14 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from depthprobe.report.ablation_panels import ABLATION_PANELS
+from depthprobe.report.gradient_panels import GRADIENT_PANELS
 from depthprobe.report.panels import LIGHT, PANELS, Theme
 from depthprobe.report.schema import Report
 from depthprobe.report.tables import by_layer, highest, lowest, number, units_of
 
 __all__ = ["NAMES", "alt_text", "available", "reason_missing", "render"]
 
-_BY_NAME = {panel.name: panel for panel in (*PANELS, *ABLATION_PANELS)}
+_BY_NAME = {panel.name: panel for panel in (*PANELS, *GRADIENT_PANELS, *ABLATION_PANELS)}
 NAMES = tuple(_BY_NAME)
 _WIDTH = 6.0
 _DPI = 200
@@ -31,7 +32,7 @@ def available(report: Report) -> list[str]:
 def reason_missing(report: Report, name: str) -> str | None:
     """The report's own note on why a figure has no data, or None where it says nothing on it."""
     notes = [*report.notes, *report.model.get("notes", []), *report.anatomy.get("notes", []),
-             *report.merging.get("notes", [])]  # fmt: skip
+             *report.gradients.get("notes", []), *report.merging.get("notes", [])]  # fmt: skip
     return next((note for note in notes if any(word in note.lower() for word in _BY_NAME[name].topic)), None)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from depthprobe.report.ablation_findings import CHANGES
 from depthprobe.report.ablation_tables import sequences
+from depthprobe.report.gradient_tables import gradient_finding
 from depthprobe.report.schema import Report
 from depthprobe.report.tables import (
     by_layer,
@@ -44,6 +45,7 @@ def findings(report: Report) -> list[Finding]:
         _interaction,
         _angles,
         _lens,
+        gradient_finding,
         _sinks,
         _precision,
         _few,

@@ -12,9 +12,10 @@ import jinja2
 import markupsafe
 
 from depthprobe.glossary import METRICS, NOTATION, Metric
-from depthprobe.report import ablation_tables, figures, tables
+from depthprobe.report import ablation_tables, figures, gradient_tables, tables
 from depthprobe.report.ablation_panels import ABLATION_PANELS
 from depthprobe.report.findings import caveat, findings, headline
+from depthprobe.report.gradient_panels import GRADIENT_PANELS
 from depthprobe.report.panels import DARK, LIGHT, PANELS, Panel, Theme
 from depthprobe.report.schema import Report
 
@@ -70,6 +71,7 @@ def _details(report: Report) -> dict[str, Any]:
     return {
         "css": _resource("page.css"),
         "sections": _sections(report, PANELS, used),
+        "gradients": _gradients(report, used) if report.gradients else None,
         "changes": None if report.ablations.empty else _changes(report, used),
         "skipped": tables.skipped_rows(report),
         "anatomy": tables.anatomy_rows(report.anatomy),
@@ -99,6 +101,15 @@ def _sections(report: Report, panels: tuple[Panel, ...], used: set[str]) -> list
         if panel.name in there or reason:
             sections.append(section)
     return sections
+
+
+def _gradients(report: Report, used: set[str]) -> dict[str, Any]:
+    """What the page shows of gradients."""
+    return {
+        "facts": gradient_tables.facts(report),
+        "sections": _sections(report, GRADIENT_PANELS, used),
+        "weights": gradient_tables.weight_table(report),
+    }
 
 
 def _changes(report: Report, used: set[str]) -> dict[str, Any]:
@@ -139,7 +150,7 @@ def _data_uri(report: Report, name: str, theme: Theme) -> str:
 
 def _notes(report: Report) -> list[str]:
     everything = [*report.notes, *report.model["notes"], *report.corpus["notes"], *report.anatomy["notes"],
-                  *report.merging.get("notes", [])]  # fmt: skip
+                  *report.gradients.get("notes", []), *report.merging.get("notes", [])]  # fmt: skip
     return list(dict.fromkeys(everything))
 
 

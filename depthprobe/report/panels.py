@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 from depthprobe.report.schema import Report
 from depthprobe.report.tables import UNITS, curve, pair_matrix
 
-__all__ = ["DARK", "LIGHT", "PANELS", "Panel", "Theme", "finish"]
+__all__ = ["DARK", "LIGHT", "PANELS", "Panel", "Theme", "finish", "lines"]
 
 # 1 − value is what is small where a metric is near 1, so rounding is felt at that end of the scale
 _NEAR_ONE = ("cosine", "cka", "linearity", "interaction_cosine", "lens_top1")
@@ -68,7 +68,7 @@ class Panel:
     alt: Callable[[Report], str] | None = None
 
 
-def _lines(
+def lines(
     report: Report, ax: Axes, theme: Theme, what: Sequence[tuple[str, str, str]], ylabel: str
 ) -> list[pd.DataFrame]:
     """Draw (metric, unit, label) curves with their intervals; those that were not measured are passed over."""
@@ -157,7 +157,7 @@ def _log_if_wide(ax: Axes, tables: Sequence[pd.DataFrame]) -> None:
 def _growth(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
     ax = axes[0]
     what = [("residual_norm", "block", "mean"), ("residual_norm_median", "block", "median")]
-    tables = _lines(report, ax, theme, what, r"$\|x_l\|$")
+    tables = lines(report, ax, theme, what, r"$\|x_l\|$")
     norms = tables[0][tables[0]["value"] > 0]
     layers, logs = norms["layer"].to_numpy(dtype=float), np.log(norms["value"].to_numpy())
     # the slopes are the report's own; only the height of each line is set here, to the same least squares
@@ -196,7 +196,7 @@ def _decomposition(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
 
 
 def _ratio(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
-    tables = _lines(report, axes[0], theme, [("update_ratio", unit, unit) for unit in UNITS], r"$\|u\|\,/\,\|s\|$")
+    tables = lines(report, axes[0], theme, [("update_ratio", unit, unit) for unit in UNITS], r"$\|u\|\,/\,\|s\|$")
     _log_if_wide(axes[0], tables)
     if axes[0].get_yscale() == "linear":
         axes[0].set_ylim(bottom=0)
@@ -206,7 +206,7 @@ def _alignment(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
     for ax, metric, ylabel in zip(
         axes, ("update_alignment", "update_share"), (r"cos$(u, s)$", r"$\langle u, y\rangle\,/\,\|y\|^2$"), strict=True
     ):
-        _lines(report, ax, theme, [(metric, unit, unit) for unit in UNITS], ylabel)
+        lines(report, ax, theme, [(metric, unit, unit) for unit in UNITS], ylabel)
         _zero(ax, theme)
     _no_legend(axes[1])
 
@@ -214,7 +214,7 @@ def _alignment(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
 def _similarity(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
     what = [("cosine_adjacent", "block", "cosine"), ("cosine_adjacent_centred", "block", "centred"),
             ("cosine_adjacent_standardised", "block", "standardised"), ("cka_adjacent", "block", "CKA")]  # fmt: skip
-    _lines(report, axes[0], theme, what, r"similarity of $x_l$ and $x_{l+1}$")
+    lines(report, axes[0], theme, what, r"similarity of $x_l$ and $x_{l+1}$")
 
 
 def _angles(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
@@ -238,21 +238,21 @@ def _angles(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
 def _interaction(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
     what = [("interaction_error", "block", "true update hidden"),
             ("interaction_error_control", "block", "control: a foreign one hidden")]  # fmt: skip
-    _lines(report, axes[0], theme, what, "interaction error")
+    lines(report, axes[0], theme, what, "interaction error")
     axes[0].set_ylim(bottom=0)
 
 
 def _linearity(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
     what = [("linearity", "block", r"$x_l \to x_{l+1}$"), ("linearity_update", "block", r"$x_l \to \Delta_l$")]
-    _lines(report, axes[0], theme, what, "held-out R²")
+    lines(report, axes[0], theme, what, "held-out R²")
     _zero(axes[0], theme)
 
 
 def _lens(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
     what = [("lens_loss", "block", "loss"), ("lens_kl", "block", "KL to the final prediction")]
-    _lines(report, axes[0], theme, what, "nats")
+    lines(report, axes[0], theme, what, "nats")
     axes[0].set_ylim(bottom=-0.02 * axes[0].get_ylim()[1])
-    _lines(report, axes[1], theme, [("lens_top1", "block", "top-1 agreement")], "top-1 agreement")
+    lines(report, axes[1], theme, [("lens_top1", "block", "top-1 agreement")], "top-1 agreement")
     axes[1].set_ylim(-0.02, 1.04)
 
 
