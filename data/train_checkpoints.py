@@ -35,19 +35,8 @@ WARMUPS = (50, 300)
 BLOCKS, WIDTH = 12, 64
 GRID = TrainSettings(steps=1000, device="cpu", seed=0, eval_every=250, eval_tokens=65536)
 FINAL = replace(GRID, steps=3000, seed=1)
-COLUMNS = (
-    "placement",
-    "lr",
-    "warmup",
-    "steps",
-    "seed",
-    "tokens",
-    "parameters",
-    "status",
-    "val_loss",
-    "unigram",
-    "reason",
-)
+CHOICE = ("placement", "lr", "warmup", "seed")
+OUTCOME = ("steps", "tokens", "parameters", "status", "val_loss", "unigram", "reason")
 
 
 TEMPLATE = """# A matched family
@@ -128,9 +117,8 @@ def perform_all(runs: Iterable[Run], folder: Path, workers: int) -> list[dict[st
         for row in pool.map(perform, [(run, folder) for run in runs]):
             rows.append(row)
             loss = "none" if row["val_loss"] is None else f"{row['val_loss']:.3f}"
-            say(
-                f"{len(rows)}/{len(runs)} {row['placement']} {row['lr']:g} warm-up {row['warmup']}: {row['status']}, {loss}"
-            )
+            what = f"{row['placement']} {row['lr']:g}, warm-up {row['warmup']}"
+            say(f"{len(rows)}/{len(runs)} {what}: {row['status']}, validation loss {loss}")
     return rows
 
 
