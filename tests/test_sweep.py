@@ -369,6 +369,9 @@ class TestIndependence:
         one, other = (sweep(anatomy, corpus, self.MADE, s) for s in (settings, SweepSettings()))
         for metric in ("kl", "delta_loss", "state_distance"):
             np.testing.assert_allclose(one.effects[metric], other.effects[metric], atol=1e-5, rtol=1e-5)
+        assert one.notes == other.notes == []
+        tight = sweep(anatomy, corpus, self.MADE[:1], SweepSettings(memory=5_000))
+        assert "more than --memory allows" in tight.notes[0]
 
 
 class Alive(TorchDispatchMode):

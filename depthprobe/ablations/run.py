@@ -67,11 +67,16 @@ class SweepSettings:
         """The batch size: resolved once, since what is resumed must have the same."""
         if self.batch_size is not None:
             return self.batch_size
+        fit = self.memory // self.bytes_of_sequence(anatomy, corpus)
+        return int(max(1, min(fit, max(1, 2048 // corpus.tokens))))
+
+    def bytes_of_sequence(self, anatomy: Anatomy, corpus: Corpus) -> int:
+        """About what a sequence takes, however many schedules there are: the walk of the trie keeps one path."""
         states = (len(anatomy.stream) + 4) * corpus.tokens * anatomy.stream.blocks.width * 4
         scored = max(1, round(self.score_positions * (corpus.tokens - 1)))
-        # Two copies of the unmodified predictions are kept, and some chunks of 256 positions are in the air.
+        # Two copies of the unmodified predictions are kept, and a chunk of positions is in the air.
         logits = 2 * scored * (anatomy.stream.checkpoint.vocab_size or 0) * 4
-        return int(max(1, min(self.memory // (states + logits), max(1, 2048 // corpus.tokens))))
+        return states + logits
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +170,7 @@ def sweep(
         shared * chunks,
         plain * chunks,
         time.perf_counter() - started,
-        _notes(anatomy),
+        _notes(anatomy) + _tight(anatomy, corpus, settings),
     )
 
 
@@ -230,6 +235,16 @@ def _notes(anatomy: Anatomy) -> list[str]:
     else:
         why = "its readout of a position depends on other positions"
     return [f"Ablations are measured by state_distance alone: {why}."]
+
+
+def _tight(anatomy: Anatomy, corpus: Corpus, settings: SweepSettings) -> list[str]:
+    need = settings.bytes_of_sequence(anatomy, corpus)
+    if need <= settings.memory or settings.batch_size is not None:
+        return []
+    return [
+        f"One sequence takes about {need / 2**30:.2g} GiB of states and logits, more than --memory allows "
+        f"({settings.memory / 2**30:.2g} GiB); sequences were run one at a time. Lower --seq-len or --score-positions."
+    ]
 
 
 def _identity(
