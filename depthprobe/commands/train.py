@@ -120,6 +120,10 @@ def train(
     dtype: Annotated[str, typer.Option(help="float32, or bf16 for autocast.")] = "float32",
     eval_every: Annotated[int, typer.Option(help="Steps between two looks at the validation loss.")] = 100,
     eval_tokens: Annotated[int, typer.Option(help="Validation tokens to look at.")] = 16384,
+    margin: Annotated[
+        float,
+        typer.Option(help="The run failed if it ends less than so many nats below the tokens' own frequencies."),
+    ] = 0.2,
     save_at: Annotated[
         str | None,
         typer.Option(help="Steps to keep a checkpoint at, as OUT/step-N: 0,100,500.", show_default=False),
@@ -191,16 +195,15 @@ def train(
 
     settings = TrainSettings(
         steps, batch_size, seq_len, accumulate, optimizer, lr, (beta[0], beta[1]), momentum, weight_decay, warmup,
-        floor, clip, dtype, eval_every, eval_tokens, save, seed, data_seed, device,
+        floor, clip, dtype, eval_every, eval_tokens, margin, save, seed, data_seed, device,
     )  # fmt: skip
     settings.check()
     model = start if start is not None else LabConfig(**architecture)
-    given = None if tokenizer == "bytes" else tokenizer
     try:
         with Bar("Training", steps, "steps") as progress:
             shown = progress if writes() else None
             result = run(
-                model, settings, out, data, tokenizer=given, text_field=text_field, resume=resume, progress=shown,
+                model, settings, out, data, tokenizer=tokenizer, text_field=text_field, resume=resume, progress=shown,
                 command=command_line(),
             )  # fmt: skip
     except KeyboardInterrupt:

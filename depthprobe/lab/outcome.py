@@ -7,13 +7,12 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["ABOVE_START", "STUCK_MARGIN", "WINDOW", "diverged", "stuck"]
+__all__ = ["ABOVE_START", "WINDOW", "diverged", "stuck"]
 
 Row = dict[str, Any]
 
 WINDOW = 50  # steps whose median loss counts, so that a short spike is none of it
 ABOVE_START = 1.0  # nats
-STUCK_MARGIN = 0.1  # nats; frequencies of pairs give about 0.7 less than those of single characters
 
 
 def diverged(rows: Sequence[Row]) -> str | None:
@@ -38,19 +37,20 @@ def diverged(rows: Sequence[Row]) -> str | None:
     )
 
 
-def stuck(validation: float | None, unigram: float | None) -> str | None:
-    """Why a finished run learned nothing: its validation loss is not below the unigram's by 0.1 nats; None if it is.
+def stuck(validation: float | None, unigram: float | None, margin: float) -> str | None:
+    """Why a finished run learned next to nothing; None if it did learn.
 
     Args:
-        validation: the last validation loss.
+        validation: the last validation loss, nats a token; None where it is not finite.
         unigram: the loss of the training text's frequencies on the same tokens; None where that says nothing.
+        margin: how far below that a loss must be, nats.
     """
     if validation is None:
         return "diverged: the validation loss is not finite"
-    if unigram is None or validation < unigram - STUCK_MARGIN:
+    if unigram is None or validation < unigram - margin:
         return None
-    where = "stuck at" if validation <= unigram + STUCK_MARGIN else "it ended above"
+    where = "stuck at" if validation <= unigram + margin else "it ended above"
     return (
-        f"{where} the unigram entropy: the validation loss is {validation:.3f}, and the frequencies of the training "
-        f"tokens alone give {unigram:.3f}; below that by {STUCK_MARGIN:g} would have been something"
+        f"{where} the unigram entropy: the validation loss is {validation:.3f}, the frequencies of the training tokens "
+        f"alone give {unigram:.3f}, and below {unigram - margin:.3f} it would not count as failed"
     )

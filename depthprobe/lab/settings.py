@@ -38,6 +38,8 @@ class TrainSettings:
         dtype: float32, or bf16 for autocast to bfloat16 with weights in float32.
         eval_every: steps between two looks at the validation loss.
         eval_tokens: about how many tokens to take it on, always the same ones.
+        margin: the run failed if the last validation loss is not by so much below what the frequencies of the training
+            tokens alone give, nats a token.
         save_at: steps at which to keep a checkpoint besides the last one; 0 is the initialisation.
         seed: of the initialisation.
         data_seed: of the order of the data; None for `seed`. It depends on nothing else.
@@ -59,6 +61,7 @@ class TrainSettings:
     dtype: str = "float32"
     eval_every: int = 100
     eval_tokens: int = 16384
+    margin: float = 0.2
     save_at: tuple[int, ...] = ()
     seed: int = 0
     data_seed: int | None = None
@@ -88,7 +91,7 @@ class TrainSettings:
             raise UsageError(f"--betas {','.join(map(str, self.betas))}", "two numbers from 0 to below 1, as 0.9,0.98")
         if not 0 <= self.momentum < 1:
             raise UsageError(f"--momentum {self.momentum}", "a number from 0 to below 1")
-        for name in ("weight_decay", "clip"):
+        for name in ("weight_decay", "clip", "margin"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise UsageError(f"{_flag(name)} {getattr(self, name)}", "0 or more")
         if not 0 <= self.warmup <= self.steps:

@@ -24,7 +24,7 @@ from depthprobe.documents import Document, documents, manual_topics
 from depthprobe.errors import CorpusError
 from depthprobe.lab.byte_tokens import byte_ids, is_byte_tokenizer
 
-__all__ = ["Source", "Text", "library_texts", "read_text"]
+__all__ = ["Source", "Text", "is_ids", "library_texts", "read_text"]
 
 HELD_OUT_BYTES = 13  # of 256: a document is for validation if the first byte of its hash is below, 5 % of all
 FEWEST_DOCUMENTS = 20  # with less, a split by documents would be a lottery
@@ -176,7 +176,7 @@ def read_text(
     mask = getattr(tokenizer, "mask_token_id", None) if objective == "masked" else None
     if objective == "masked" and mask is None:
         raise CorpusError("the tokenizer has no mask token, which masked prediction needs", fix="use another tokenizer")
-    if _is_ids(data):
+    if is_ids(data):
         return _of_rows(read(data, None, tokens=2**62, seq_len=_row_length(data, seq_len)), seq_len, tokenizer, mask)
     if tokenizer is None:
         raise CorpusError("text needs a tokenizer", fix="pass one, or token ids")
@@ -242,7 +242,8 @@ def _whole(document: Document) -> str:
 # Token ids
 
 
-def _is_ids(data: Any) -> bool:
+def is_ids(data: Any) -> bool:
+    """Whether the data are token ids, or states, by their type or their name."""
     if isinstance(data, str | Path):
         return Path(data).suffix in (".npy", ".npz", ".bin")
     return isinstance(data, Corpus | Tensor | np.ndarray)

@@ -7,6 +7,7 @@ import json
 import platform
 import statistics
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -29,7 +30,7 @@ from depthprobe.lab.outcome import WINDOW, stuck
 from depthprobe.lab.processes import Processes, started
 from depthprobe.lab.runlog import Log, draw, errors_of, load_state, read_json, save_model, write_json
 from depthprobe.lab.settings import TrainSettings
-from depthprobe.lab.text import Source, Text, read_text
+from depthprobe.lab.text import Source, Text, is_ids, read_text
 
 __all__ = ["TrainResult", "train"]
 
@@ -67,7 +68,7 @@ class TrainResult:
 
     def to_frame(self) -> pd.DataFrame:
         """The log: step, loss, lr, grad_norm, tokens, seconds and val_loss, a row a step, 0 being the start."""
-        return pd.read_json(self.out / "log.jsonl", lines=True)
+        return pd.read_json(self.out / "log.jsonl", lines=True, precise_float=True)
 
 
 def train(
@@ -92,7 +93,8 @@ def train(
         settings: how.
         out: the folder for what the run leaves. It must hold no other run.
         data: None for the standard library's text and source, whatever `analyze` takes as text or ids, or a `Source`.
-        tokenizer: a tokenizer or where to find one; None for the checkpoint's own, or for bytes.
+        tokenizer: a tokenizer, where to find one, or `bytes`; None for the checkpoint's own, or for bytes where a new
+            model is given text.
         text_field: the field of a `.jsonl` or a dataset that holds the text.
         resume: go on with the run in `out` where it was killed. A finished one is returned as it is.
         progress: called with (steps done, in all).
@@ -131,7 +133,6 @@ def _run(
 ) -> TrainResult:
     state = load_state(out / "state.pt") if (out / "state.pt").exists() else None
     processes.wait()  # before the first one writes there
-    log = Log(out / "log.jsonl", 0 if state is None else state["log_bytes"], processes.first)
     if processes.first:
         write_json(out / "run.json", record)
 
@@ -143,33 +144,37 @@ def _run(
     if state is None and record["start"] is None and record["model"].get("initialisation") == "admin":
         admin_profile(model, source.batch(settings.order, 0, settings.batch_size)[0])
     causal = objective_of(type(model).__name__, model.config) == "causal"
-    loop = Loop(model, source, settings, processes, log, out / "state.pt", keep, causal)
-    failure = loop.run(state, progress)
+    with closing(Log(out / "log.jsonl", 0 if state is None else state["log_bytes"], processes.first)) as log:
+        loop = Loop(model, source, settings, processes, log, out / "state.pt", keep, causal)
+        failure = loop.run(state, progress)
+    result = _result(log, failure, loop.unigram, record, out)
+    if processes.first:
+        if all(bool(weight.isfinite().all()) for weight in model.parameters()):
+            save_model(model, tokenizer, out)
+        draw(log.rows, out / "loss.png", f"{record['title']}: {result.status}", loop.unigram)
+        plain = {name: value for name, value in vars(result).items() if name != "out"}
+        write_json(out / "run.json", record | {"status": result.status, "result": plain})
+        (out / "state.pt").unlink(missing_ok=True)
+    processes.wait()
+    return result
+
+
+def _result(log: Log, failure: str | None, unigram: float | None, record: dict[str, Any], out: Path) -> TrainResult:
     last = log.rows[-1]
     losses = [row["loss"] for row in log.rows[1:][-WINDOW:]]
-    reason = failure or stuck(last["val_loss"], loop.unigram)
-    result = TrainResult(
+    reason = failure or stuck(last["val_loss"], unigram, record["settings"]["margin"])
+    return TrainResult(
         status="failed" if reason else "done",
         reason=reason,
         steps=last["step"],
         tokens=last["tokens"],
         loss=None if None in losses else statistics.median(losses),
         val_loss=last["val_loss"],
-        unigram=loop.unigram,
+        unigram=unigram,
         parameters=record["parameters"],
         seconds=last["seconds"],
         out=out,
     )
-    plain = {name: value for name, value in vars(result).items() if name != "out"}
-    log.close()
-    if processes.first:
-        if all(bool(weight.isfinite().all()) for weight in model.parameters()):
-            save_model(model, tokenizer, out)
-        draw(log.rows, out / "loss.png", f"{record['title']}: {result.status}", loop.unigram)
-        write_json(out / "run.json", record | {"status": result.status, "result": plain})
-        (out / "state.pt").unlink(missing_ok=True)
-    processes.wait()
-    return result
 
 
 # What there is to train
@@ -183,7 +188,7 @@ def _open(
         config = copy.deepcopy(model)
         config.check()
         objective = "causal" if config.causal else "masked"
-        if tokenizer is None:
+        if tokenizer == "bytes" or (tokenizer is None and not is_ids(data)):
             tokenizer = byte_tokenizer(masked=not config.causal, positions=settings.seq_len)
         elif isinstance(tokenizer, str | Path):
             tokenizer = _read_tokenizer(tokenizer)
@@ -191,7 +196,9 @@ def _open(
         text = isinstance(source, Text) and source.tokenizer is not None
         config.vocab_size = source.vocab_size if text else max(source.vocab_size, config.vocab_size)
         config.max_position_embeddings = settings.seq_len
-        return (LabForCausalLM if config.causal else LabForMaskedLM)(config), tokenizer, source
+        made = (LabForCausalLM if config.causal else LabForMaskedLM)(config)
+        return made, source.tokenizer if isinstance(source, Text) else None, source
+    tokenizer = byte_tokenizer() if tokenizer == "bytes" else tokenizer
     opened = load(model, device="cpu", dtype="float32", tokenizer=tokenizer)
     if opened.objective is None or not opened.is_hf:
         raise UsageError(f"{opened.name} has no language-model head", "a checkpoint that predicts tokens")
