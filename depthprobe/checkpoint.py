@@ -264,7 +264,7 @@ def _describe(opened: Opened, *, name: str, source: str, kind: str) -> Checkpoin
         objective=opened.objective,
         vocab_size=_vocabulary(model) if inputs == "ids" else None,
         max_positions=_max_positions(model),
-        notes=opened.notes,
+        notes=(*opened.notes, *getattr(getattr(model, "config", None), "lab_remarks", ())),
     )
 
 

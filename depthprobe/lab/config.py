@@ -100,6 +100,22 @@ class LabConfig(PretrainedConfig):
         """Whether a norm stands before the head: where the stream is not normalised already, but for none."""
         return self.placement in ("pre", "branch", "sandwich")
 
+    @property
+    def lab_remarks(self) -> tuple[str, ...]:
+        """What a report on such a model should say about how it was built, as plain sentences."""
+        words = [f"placement {self.placement}", self.norm, f"initialisation {self.initialisation}"]
+        if self.layernorm_scaling:
+            words.append("norms before branches times 1/√(l + 1)")
+        if self.residual_attention:
+            words.append("residual attention")
+        if self.qk_norm:
+            words.append("QK-norm")
+        about = [f"Built by the lab with {', '.join(words)}."]
+        if self.parallel_pairs:
+            way = "blocks whose updates are added" if self.parallel_pairs == "blocks" else "attentions, then two MLPs"
+            about.append(f"Each block of this report is a pair of the lab's: two {way}, side by side.")
+        return tuple(about)
+
     def check(self) -> None:
         """Refuse what no model can have, with one line that says why."""
         for name in _COUNTS:
