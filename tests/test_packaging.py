@@ -36,6 +36,7 @@ LAYERS = (
     {"probes", "prepare"},
     {"measure"},
     {"ablations"},
+    {"depth"},
     {"summary", "cotangents"},
     {"report", "progress"},
     {"lab"},

@@ -1,0 +1,205 @@
+"""What every estimator of effective depth is given and gives back: settings, units, rows with intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import numpy as np
+import pandas as pd
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from depthprobe.ablations.schedule import Part, Unit
+from depthprobe.corpus import Corpus
+from depthprobe.errors import NonFiniteError, UsageError
+from depthprobe.estimate import Interval, Resampler
+from depthprobe.verify import Anatomy
+
+__all__ = [
+    "COLUMNS",
+    "Depth",
+    "DepthSettings",
+    "Estimate",
+    "Floats",
+    "Progress",
+    "UnitKind",
+    "batches",
+    "depth_frame",
+    "refuse_carried",
+    "resampler",
+    "row",
+    "units_of",
+]
+
+Floats = NDArray[np.float64]
+Progress = Callable[[int, int], None]
+UnitKind = Literal["block", "sublayer"]
+
+COLUMNS = ("name", "unit", "variant", "value", "ci_low", "ci_high", "of", "passes_gate", "note")
+TOKENS_AT_ONCE = 2048
+_PARTS: dict[str, Part] = {"attention": "a", "mlp": "m"}
+
+
+@dataclass(frozen=True)
+class DepthSettings:
+    """How effective depth is estimated.
+
+    Attributes:
+        seed: of every random draw and of the resamples.
+        skip_first: leading positions that averages over the stream's tokens leave out. KL counts every position.
+        batch_size: sequences at once; None for about 2,048 tokens.
+        memory: bytes that states and logits of one batch may take.
+    """
+
+    seed: int = 0
+    skip_first: int = 1
+    batch_size: int | None = None
+    memory: int = 2 << 30
+
+    def check(self, corpus: Corpus | None = None) -> None:
+        """Refuse what makes no sense before anything is run.
+
+        Raises:
+            UsageError: a number that is too small, or no position is left once the first ones are skipped.
+        """
+        if self.seed < 0:
+            raise UsageError(f"--seed {self.seed}", "0 or more")
+        if self.skip_first < 0:
+            raise UsageError(f"--skip-first {self.skip_first}", "0 or more")
+        if self.batch_size is not None and self.batch_size < 1:
+            raise UsageError(f"the batch size is {self.batch_size}", "at least 1, or auto")
+        if self.memory < 1:
+            raise UsageError(f"--memory is {self.memory} bytes", "more than 0")
+        if corpus is not None and corpus.tokens <= self.skip_first:
+            raise UsageError(
+                f"--skip-first {self.skip_first} leaves nothing of sequences of {corpus.tokens} tokens",
+                fix="skip fewer positions, or use longer sequences",
+            )
+
+    def sequences_at_once(self, corpus: Corpus) -> int:
+        """The batch size."""
+        return self.batch_size or max(1, TOKENS_AT_ONCE // corpus.tokens)
+
+
+@dataclass(frozen=True)
+class Depth:
+    """One row of depth.csv, but for the gate, which is judged by whoever knows the calibration.
+
+    Attributes:
+        name: of the metric, as in the glossary.
+        unit: `block` or `sublayer`: what is counted.
+        variant: a threshold, a cotangent or a first layer; empty for the default.
+        value, ci_low, ci_high: with its 95 % interval over sequences; NaN bounds where one sequence is all there is.
+        of: N, how many units the model has.
+        note: what a reader should know of this number, empty if nothing.
+    """
+
+    name: str
+    unit: str
+    variant: str
+    value: float
+    ci_low: float
+    ci_high: float
+    of: int
+    note: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Estimate:
+    """What one estimator found.
+
+    Attributes:
+        rows: rows of depth.csv.
+        per_sequence: variant → what the value is made of, a row a sequence: `[sequences]` where the value is their
+            mean, `[sequences, M]` where it is a function of the M means.
+        curves: tables beside the value: over a threshold, by unit, from unit to unit.
+        cost_forward: forward passes' worth of unit evaluations (and readouts, where they are counted) over the corpus.
+        cost_backward: the same in backward passes.
+        notes: sentences on this run.
+    """
+
+    rows: list[Depth]
+    per_sequence: Mapping[str, Floats] = field(default_factory=dict)
+    curves: Mapping[str, pd.DataFrame] = field(default_factory=dict)
+    cost_forward: float = 0.0
+    cost_backward: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+    def value(self, name: str, variant: str = "") -> Depth:
+        """The row of that name and variant.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for found in self.rows:
+            if (found.name, found.variant) == (name, variant):
+                return found
+        raise KeyError((name, variant))
+
+
+def row(name: str, unit: str, variant: str, interval: Interval, of: int, note: str = "") -> Depth:
+    """A row from a value with its interval.
+
+    Raises:
+        NonFiniteError: the value is no number.
+    """
+    if not np.isfinite(interval.value):
+        raise NonFiniteError(f"{name} ({unit}{', ' + variant if variant else ''}) is not finite", "a finite depth")
+    return Depth(name, unit, variant, interval.value, interval.low, interval.high, of, note)
+
+
+def depth_frame(estimates: list[Estimate]) -> pd.DataFrame:
+    """The table of depth.csv, `passes_gate` left empty."""
+    rows = [
+        (d.name, d.unit, d.variant, d.value, d.ci_low, d.ci_high, d.of, None, d.note) for e in estimates for d in e.rows
+    ]
+    return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def resampler(corpus: Corpus, settings: DepthSettings) -> Resampler:
+    """The bootstrap over the corpus's sequences, or documents."""
+    return Resampler(corpus.sequences, corpus.documents, settings.seed)
+
+
+def units_of(anatomy: Anatomy, unit: str) -> tuple[Unit, ...]:
+    """The units that are counted, in the order in which they write: whole blocks, or attention and MLP of every block.
+
+    Raises:
+        UsageError: an unknown kind of unit, or a block whose branches were not found.
+    """
+    if unit not in get_args(UnitKind):
+        raise UsageError(f"--unit {unit}", " or ".join(get_args(UnitKind)))
+    if unit == "block":
+        return tuple(Unit(index) for index in range(len(anatomy.stream)))
+    missing = [block.index for block in anatomy.blocks if not block.branches]
+    if missing:
+        raise UsageError(
+            f"--unit sublayer, but attention and MLP branches were not found in block {missing[0]}", "whole blocks"
+        )
+    return tuple(Unit(block.index, _PARTS[branch.unit]) for block in anatomy.blocks for branch in block.branches)
+
+
+def refuse_carried(anatomy: Anatomy, name: str) -> None:
+    """For estimators that take a block to be a function of the stream's state alone.
+
+    Raises:
+        UsageError: blocks hand on something beside the stream, such as attention scores.
+    """
+    if anatomy.stream.blocks.carried:
+        raise UsageError(
+            f"{name} takes a block to be a function of the stream, and this model's blocks hand on more beside it",
+            "a model whose blocks hand on the stream alone",
+        )
+
+
+def batches(anatomy: Anatomy, corpus: Corpus, settings: DepthSettings) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
+    """Indices of sequences, `[batch]`, and their ids or states on the model's device, one batch after another."""
+    checkpoint = anatomy.stream.checkpoint
+    step = settings.sequences_at_once(corpus)
+    for start in range(0, corpus.sequences, step):
+        inputs = corpus.inputs[start : start + step]
+        indices = np.arange(start, start + len(inputs))
+        yield indices, inputs.to(checkpoint.device, checkpoint.dtype if corpus.is_states else torch.int64)
