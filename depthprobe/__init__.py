@@ -16,9 +16,21 @@ if TYPE_CHECKING:
     from depthprobe.analysis import analyze, inspect
     from depthprobe.checkpoint import Checkpoint, load
     from depthprobe.errors import DepthprobeError
+    from depthprobe.gradient import Gradients, gradients
     from depthprobe.report import Report
 
-__all__ = ["Ablations", "Checkpoint", "DepthprobeError", "Report", "ablate", "analyze", "inspect", "load"]
+__all__ = [
+    "Ablations",
+    "Checkpoint",
+    "DepthprobeError",
+    "Gradients",
+    "Report",
+    "ablate",
+    "analyze",
+    "gradients",
+    "inspect",
+    "load",
+]
 
 _HOMES = {
     "Ablations": "ablation",
@@ -28,6 +40,8 @@ _HOMES = {
     "Checkpoint": "checkpoint",
     "load": "checkpoint",
     "DepthprobeError": "errors",
+    "Gradients": "gradient",
+    "gradients": "gradient",
     "Report": "report",
 }
 

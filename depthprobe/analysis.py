@@ -19,6 +19,7 @@ from depthprobe.ablation import default_sweep, select_sequences
 from depthprobe.anatomy import Block, Branch
 from depthprobe.checkpoint import Checkpoint, load
 from depthprobe.corpus import Corpus
+from depthprobe.errors import UsageError
 from depthprobe.estimate import Resampler
 from depthprobe.fingerprint import fingerprint
 from depthprobe.gradient import GradientSettings, with_gradients
@@ -92,6 +93,8 @@ def analyze(
         lens_positions=lens_positions,
     )
     settings.check()
+    if gradient_tokens < 0:
+        raise UsageError(f"gradient_tokens is {gradient_tokens}", "0 or more")
     checkpoint, corpus, anatomy = prepare(
         model, data, tokens=tokens, seq_len=seq_len, seed=seed, bos=bos, text_field=text_field, **loading
     )

@@ -114,7 +114,7 @@ def sample(blocks=12, units=("block", "attention", "mlp"), post=False, sequences
             "machine": {"cpu": "a processor", "cores": 2, "threads": 2, "memory_gib": 8.0},
             "options": {"tokens": 8192, "seq_len": None}, "created": "2026-01-02T03:04:05+00:00",
         },
-        notes=["Gradients were not measured."],
+        notes=["Attention maps were not measured."],
     )  # fmt: skip
 
 
@@ -266,6 +266,50 @@ def hostile_ablations():
     return replace(report, ablations=rows, merging={**report.merging, "proxies": proxies, "notes": [HOSTILE]})
 
 
+def sloped(report=None, cotangents=("loss", "random"), fresh=0, sequences=4, kinds=3):
+    """A report with gradients: 12 % smaller a block on the way down, 20 times larger at x_0; weights of three kinds."""
+    report = report or sample()
+    blocks, rows, known = report.model["blocks"], [], sequences > 1
+
+    def add(metric, layer, value, unit="block"):
+        ends = (0.95 * value, 1.05 * value) if known else (math.nan, math.nan)
+        rows.append((layer, unit, metric, value, *ends, sequences))
+
+    suffixes = [{"loss": "", "random": "_random"}[name] for name in cotangents]
+    for suffix in suffixes:
+        for l in range(blocks + 1):
+            size = (1.0 if suffix else 0.02) * 0.88 ** (blocks - l) * (20 if l == 0 else 1)
+            add(f"gradient_norm{suffix}", l, size)
+            add(f"gradient_norm{suffix}_median", l, 0.9 * size)
+            add(f"gradient_first_share{suffix}", l, 0.8 - 0.6 * l / blocks)
+    if "loss" in cotangents:
+        for metric, size in (("weight_gradient_norm", 1.0), ("weight_gradient_norm_pooled", 0.6)):
+            add(metric, -1, 3 * size, "embed.weight")
+            for place in range(kinds):
+                for l in range(blocks):
+                    add(metric, l, (place + 1) * size * 1.1**l, f"mlp.part{place}.weight")
+            add(metric, blocks, 0.1 * size, "norm.weight")
+    ratio = interval(0.88 ** (blocks - min(1, blocks - 1)), 0.02, known)
+    gradients = {
+        "cotangents": list(cotangents), "loss": interval(3.1, 0.1, known) if "loss" in cotangents else None,
+        "ratio": ratio if "loss" in cotangents else None, "ratio_median": ratio if "loss" in cotangents else None,
+        "ratio_random": ratio if "random" in cotangents else None, "bottom": min(1, blocks - 1),
+        "fresh": list(range(fresh)), "sequences": sequences, "tokens": 256, "corpus": report.corpus["name"],
+        "sha256": report.corpus["sha256"], "skip_first": 1, "seconds": 3.2,
+        "notes": [] if "loss" in cotangents else [
+            "The loss's gradients were left out: the model has no language-model head."
+        ],
+    }  # fmt: skip
+    frame = pd.DataFrame(rows, columns=list(LAYER_COLUMNS)).astype(LAYER_COLUMNS)
+    return replace(report, layers=pd.concat([report.layers, frame], ignore_index=True), gradients=gradients)
+
+
+def hostile_gradients():
+    report = sloped(hostile())
+    units = report.layers["unit"].where(report.layers["unit"] != "mlp.part0.weight", HOSTILE.replace("\udc80", ""))
+    return replace(report, layers=report.layers.assign(unit=units))
+
+
 VARIANTS = {
     "sample": sample,
     "headless": headless,
@@ -283,4 +327,6 @@ VARIANTS = {
     "no_controls": lambda: ablated(controls=False),
     "one_schedule": one_schedule,
     "hostile_ablations": hostile_ablations,
+    "sloped": sloped,
+    "hostile_gradients": hostile_gradients,
 }

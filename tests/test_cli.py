@@ -46,7 +46,7 @@ def run(*arguments: object) -> int:
 def failure(capsys: pytest.CaptureFixture[str], status: int, *arguments: object) -> str:
     """Run, expect a failure, and return its one line."""
     assert run(*arguments) == status
-    progress = ("Loading", "Verified", "Ablations", "About")
+    progress = ("Loading", "Verified", "Gradients", "Ablations", "About")
     lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith(progress)]
     assert len(lines) == 1, lines
     assert lines[0].startswith("depthprobe: ")
@@ -64,7 +64,9 @@ def test_analyze_writes_what_the_design_names(folder: Path, tmp_path: Path, caps
     assert {path.name for path in out.iterdir()} == {"report.html", "report.json", "figures"} | tables
     layers = pd.read_csv(out / "layers.csv")
     assert list(layers.columns) == ["layer", "unit", "metric", "value", "ci_low", "ci_high", "n"]
-    assert set(layers["unit"]) == {"block", "attention", "mlp"}
+    weights = layers["metric"].str.startswith("weight")
+    assert set(layers["unit"][~weights]) == {"block", "attention", "mlp"}
+    assert {"mlp.c_fc.weight", "transformer.wte.weight"} < set(layers["unit"][weights])
     assert set(layers["metric"]) <= set(METRICS)
     assert not layers["value"].isna().any()
     pairs = pd.read_csv(out / "pairs.csv")
@@ -135,6 +137,7 @@ def test_help_is_quick() -> None:
         (["TINY", "--data", "ROOT/ids.npy", "--skip-first", "48"], 2, "skip-first"),
         (["TINY", "--data", "ROOT/ids.npy", "--skip-first", "-1"], 2, "skip-first"),
         (["TINY", "--data", "ROOT/ids.npy", "--lens-positions", "-1"], 2, "lens-positions"),
+        (["TINY", "--data", "ROOT/ids.npy", "--gradient-tokens", "-1"], 2, "gradient-tokens"),
         (["TINY", "--data", "ROOT/ids.npy", "--dtype", "float8"], 2, "float8"),
         (["TINY", "--data", "ROOT/ids.npy", "--bos", "maybe"], 2, "maybe"),
         (["TINY", "--data", "ROOT/ids.npy", "--figures", "pdf"], 2, "png or svg"),

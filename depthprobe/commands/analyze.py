@@ -31,6 +31,7 @@ from depthprobe.commands.options import (
     command_line,
     preparation,
 )
+from depthprobe.errors import UsageError
 
 
 def analyze(
@@ -95,6 +96,8 @@ def analyze(
 
     settings = Settings(skip_first, size, seed, interaction, lens_positions)
     settings.check()
+    if gradient_tokens < 0:
+        raise UsageError(f"--gradient-tokens {gradient_tokens}", "0 or more")
     say(f"Loading {checkpoint}")
     model, corpus, anatomy = prepare(checkpoint, data, **given)
     target = out or Path("reports") / model.name
