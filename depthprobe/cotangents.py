@@ -61,16 +61,26 @@ class Cotangents:
 
         ℓ is the mean cross-entropy at every position but the last, or at a masked model's 15 %.
         """
+        inputs, each = self.losses(anatomy, inputs, sequence)
+        return inputs, None if each is None else lambda logits: each(logits).mean()
+
+    def losses(
+        self, anatomy: Anatomy, inputs: Tensor, sequence: int
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
+        """The same with the cross-entropy of every target, `[targets]`."""
         if "loss" not in self.names:
             return inputs, None
+
+        def cross_entropy(logits: Tensor, truth: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(_float(logits), truth, reduction="none")
+
         if anatomy.objective == "causal":
-            following = inputs[0, 1:]
-            return inputs, lambda logits: nn.functional.cross_entropy(_float(logits[0, :-1]), following)
+            return inputs, lambda logits: cross_entropy(logits[0, :-1], inputs[0, 1:])
         tokenizer: Any = anatomy.stream.checkpoint.tokenizer
         special = tuple(tokenizer.all_special_ids)
         scored, hidden = Scored.masked(inputs, np.array([sequence]), special, tokenizer.mask_token_id, self.seed)
         places, truth = scored.positions[0], scored.targets[0]
-        return hidden, lambda logits: nn.functional.cross_entropy(_float(logits[0, places]), truth)
+        return hidden, lambda logits: cross_entropy(logits[0, places], truth)
 
     def random(self, tokens: int, width: int, sequence: int) -> Tensor | None:
         """A unit vector for every token, `[1, tokens, width]`, uniform on the sphere, by (seed, sequence)."""

@@ -60,11 +60,16 @@ class Branch:
 
 @dataclass(frozen=True)
 class Block:
-    """One block: its branches in the order in which they write, empty where they were not found."""
+    """One block: its branches in the order in which they write, empty where they were not found.
+
+    `skip` says whether what it reads is added to what it computes. Without branches that cannot be told from outside,
+    and is assumed; whoever builds a chain without skips says False.
+    """
 
     index: int
     kind: str
     branches: tuple[Branch, ...]
+    skip: bool = True
 
     def branch(self, unit: str) -> Branch | None:
         """The branch of that name, None where there is none."""

@@ -60,7 +60,7 @@ class Units:
         self._count()
         if not unit.part:
             return self.stream.run(entry, unit.layer, x)
-        return self._sublayer(entry, unit, x)[0]
+        return self.sublayer(entry, unit, x)[0]
 
     def stage(self, entry: Entry, stage: Stage, combine: str, x: Tensor, run: Callable[[Unit], Tensor]) -> Tensor:
         """What a stage makes of a state.
@@ -108,8 +108,11 @@ class Units:
             )
         return branch
 
-    def _sublayer(self, entry: Entry, unit: Unit, x: Tensor) -> tuple[Tensor, Tensor]:
-        """f(x) of a sublayer and its branch u(x), by one run of its block with the other branch out of the way."""
+    def sublayer(self, entry: Entry, unit: Unit, x: Tensor) -> tuple[Tensor, Tensor]:
+        """f(x) of a sublayer and its branch u(x), by one run of its block with the other branch out of the way.
+
+        What is substituted, or kept, is a function of x, so that both can be differentiated.
+        """
         branch = self._branch(unit)
         others = [b for b in self.anatomy.blocks[unit.layer].branches if b.unit != branch.unit]
         block = self.stream.blocks.modules[unit.layer]
@@ -147,7 +150,7 @@ class Units:
         total, source = last.skip(block, x), x
         for unit in stage:
             self._count()
-            z, u = self._sublayer(entry, unit, x)
+            z, u = self.sublayer(entry, unit, x)
             total = total + u
             source = source if unit.part == "m" else z
         assert last.norm is not None

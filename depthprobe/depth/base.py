@@ -52,12 +52,14 @@ class DepthSettings:
         skip_first: leading positions that averages over the stream's tokens leave out. KL counts every position.
         batch_size: sequences at once; None for about 2,048 tokens.
         memory: bytes that states and logits of one batch may take.
+        probes: random vectors a unit and sequence, from which the traces of Jacobians are estimated.
     """
 
     seed: int = 0
     skip_first: int = 1
     batch_size: int | None = None
     memory: int = 2 << 30
+    probes: int = 2
 
     def check(self, corpus: Corpus | None = None) -> None:
         """Refuse what makes no sense before anything is run.
@@ -71,6 +73,8 @@ class DepthSettings:
             raise UsageError(f"--skip-first {self.skip_first}", "0 or more")
         if self.batch_size is not None and self.batch_size < 1:
             raise UsageError(f"the batch size is {self.batch_size}", "at least 1, or auto")
+        if self.probes < 1:
+            raise UsageError(f"{self.probes} probes of a trace", "at least 1")
         if self.memory < 1:
             raise UsageError(f"--memory is {self.memory} bytes", "more than 0")
         if corpus is not None and corpus.tokens <= self.skip_first:

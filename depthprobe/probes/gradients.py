@@ -17,7 +17,7 @@ from depthprobe.probes.base import mean_tokens, median_tokens, wide
 from depthprobe.probes.weights import Weights
 from depthprobe.stream import Entry, Stream
 
-__all__ = ["Cotangent", "StateNorms", "backpropagate", "differentiable"]
+__all__ = ["Cotangent", "StateNorms", "backpropagate", "differentiable", "explained"]
 
 Cotangent = Literal["loss", "random"]
 SUFFIX: dict[Cotangent, str] = {"loss": "", "random": "_random"}
@@ -55,7 +55,7 @@ def backpropagate(
     Raises:
         GradientError: something in the model has no derivative.
     """
-    with torch.enable_grad(), _explained():
+    with torch.enable_grad(), explained():
         entry = stream.enter(inputs)
         leaves, keep = [stream.inherit(_leaf(entry.x), entry.x)], False
         outputs: list[Tensor | None] = []
@@ -169,7 +169,7 @@ def differentiable(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def explained() -> Iterator[None]:
     """torch's complaint as one line."""
     try:
         yield
