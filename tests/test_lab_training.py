@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import depthprobe
 from depthprobe.errors import CorpusError, DepthprobeError, OutputError, UsageError
 from depthprobe.lab import LabConfig, LabForCausalLM, LabForMaskedLM, TrainResult, TrainSettings, train
 from depthprobe.lab.outcome import diverged, stuck
+from depthprobe.lab.runlog import Log
 from depthprobe.lab.settings import make_optimizer
 from depthprobe.lab.text import Text, read_text
 
@@ -221,7 +223,7 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
     out, hold = tmp_path / "killed", tmp_path / "hold"
     script = KILLED.replace("run(Path", f"import depthprobe.lab.loop as loop\n{_SLOW.format(hold=str(hold))}\nrun(Path")
     process = subprocess.Popen([sys.executable, "-c", script, str(out)], env=environment)
-    until = time.monotonic() + 120
+    until = time.monotonic() + 400
     while not hold.exists():  # it waits at step 53 of 60, the last state being that of step 40
         assert process.poll() is None
         assert time.monotonic() < until
@@ -265,6 +267,24 @@ def held(self, step):
     update(self, step)
 loop.Loop._update = held
 """
+
+
+def test_a_log_is_cut_to_what_the_state_knows(tmp_path: Path) -> None:
+    with closing(Log(tmp_path / "log.jsonl")) as log:
+        log.write([{"step": 0, "val_loss": 5.5}, {"step": 1, "loss": 5.4}])
+        log.sync()
+        known = log.size
+        log.write([{"step": 2, "loss": math.inf}])
+    assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2]
+    assert rows(tmp_path)[2]["loss"] is None, "JSON has no infinity"
+    with closing(Log(tmp_path / "log.jsonl", known, writes=False)) as log:
+        assert [row["step"] for row in log.rows] == [0, 1]
+        assert len(rows(tmp_path)) == 3
+    with closing(Log(tmp_path / "log.jsonl", known)) as log:
+        assert [row["step"] for row in rows(tmp_path)] == [0, 1]
+        log.write([{"step": 2, "loss": 5.0}])
+        assert [row["step"] for row in log.rows] == [0, 1, 2]
+    assert rows(tmp_path)[2]["loss"] == 5.0
 
 
 def test_a_run_killed_before_its_first_state_begins_anew(first: Path, tmp_path: Path) -> None:
