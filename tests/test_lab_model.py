@@ -120,6 +120,17 @@ class TestForward:
         assert not torch.equal(fused, written)
         assert torch.allclose(fused, written, atol=1e-5)
 
+    @pytest.mark.parametrize("options", [*OPTIONS.values(), {"causal": False, "norm": "batchnorm"}])
+    def test_runs_in_half_precision(self, options: dict[str, Any]) -> None:
+        wanted = float(build(**options)(IDS, labels=IDS).loss.detach())
+        model = build(**options)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(IDS, labels=IDS).loss
+        loss.backward()
+        assert all(torch.isfinite(weight.grad).all() for weight in model.parameters() if weight.grad is not None)
+        assert float(loss.detach()) == pytest.approx(wanted, rel=0.1)
+        assert float(model.bfloat16()(IDS, labels=IDS).loss.detach()) == pytest.approx(wanted, rel=0.1)
+
     def test_residual_attention_adds_the_scores_of_the_block_before(self) -> None:
         model = build(residual_attention=True, num_hidden_layers=2, placement="none")
         first, second = model.model.blocks

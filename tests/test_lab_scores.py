@@ -186,9 +186,14 @@ class TestScoresUnderSchedules:
             assert (hand.run(SCHEDULES["swap"])[0] - right).norm() / right.norm() > 0.01
 
     @pytest.mark.parametrize("way", ["blocks", "sublayers"])
-    @pytest.mark.parametrize(("placement", "residual"), [(p, r) for p in PLACEMENTS for r in (False, True)])
-    def test_a_model_of_pairs_is_the_schedule_of_pairs(self, placement: str, residual: bool, way: str) -> None:
-        options = {"placement": placement, "residual_attention": residual}
+    @pytest.mark.parametrize(
+        ("placement", "residual", "initialisation"),
+        [*((p, r, "xavier") for p in PLACEMENTS for r in (False, True)), ("post", True, "admin")],
+    )
+    def test_a_model_of_pairs_is_the_schedule_of_pairs(
+        self, placement: str, residual: bool, initialisation: str, way: str
+    ) -> None:
+        options = {"placement": placement, "residual_attention": residual, "initialisation": initialisation}
         paired, plain = build(parallel_pairs=way, **options), build(**options)
         state = plain.state_dict()
         for name, value in paired.state_dict().items():

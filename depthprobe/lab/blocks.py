@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from depthprobe.lab.config import LabConfig
 from depthprobe.lab.initialise import Matrix
+from depthprobe.lab.norms import RMSNorm
 from depthprobe.lab.skip import Skip
 
 __all__ = ["Attention", "Block", "Mlp", "Pair"]
@@ -26,8 +27,8 @@ class Attention(nn.Module):
         self.qkv = Matrix(width, 3 * width, "query", "key", "value")
         self.output = Matrix(width, width, "output")
         size = width // self.heads
-        self.query_norm = nn.RMSNorm(size, eps=config.norm_eps) if config.qk_norm else None
-        self.key_norm = nn.RMSNorm(size, eps=config.norm_eps) if config.qk_norm else None
+        self.query_norm = RMSNorm(size, eps=config.norm_eps) if config.qk_norm else None
+        self.key_norm = RMSNorm(size, eps=config.norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, scores: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """What is added to the stream, and the scores for the next block where it wants them.

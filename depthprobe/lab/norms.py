@@ -1,4 +1,7 @@
-"""The four norms, each a module on `[batch, tokens, width]` with a learned scale (and shift, but for RMSNorm)."""
+"""The four norms, each a module on `[batch, tokens, width]` with a learned scale, and a shift but for RMSNorm.
+
+The two that take statistics over positions count padding as well.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,15 @@ from torch import Tensor, nn
 
 from depthprobe.lab.config import LabConfig
 
-__all__ = ["BatchNorm", "InstanceNorm", "Norm", "make_norm"]
+__all__ = ["BatchNorm", "InstanceNorm", "Norm", "RMSNorm", "make_norm"]
+
+
+class RMSNorm(nn.RMSNorm):
+    """Each position by its root mean square, in the precision of the scale, as autocast does it for LayerNorm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[…, width]` to the same."""
+        return super().forward(x.to(self.weight.dtype))
 
 
 class BatchNorm(nn.BatchNorm1d):
@@ -25,7 +36,7 @@ class InstanceNorm(nn.InstanceNorm1d):
         return super().forward(x.transpose(1, 2)).transpose(1, 2)
 
 
-Norm = nn.LayerNorm | nn.RMSNorm | BatchNorm | InstanceNorm
+Norm = nn.LayerNorm | RMSNorm | BatchNorm | InstanceNorm
 
 
 def make_norm(config: LabConfig) -> Norm:
@@ -34,7 +45,7 @@ def make_norm(config: LabConfig) -> Norm:
     if config.norm == "layernorm":
         return nn.LayerNorm(width, eps=eps)
     if config.norm == "rmsnorm":
-        return nn.RMSNorm(width, eps=eps)
+        return RMSNorm(width, eps=eps)
     if config.norm == "batchnorm":
         return BatchNorm(width, eps=eps)
     return InstanceNorm(width, eps=eps, affine=True)
