@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from by_hand import corpus_of, opened
-from families import build, ids
+from depth_by_hand import PLACEMENTS, changes, lab, start
 from test_staging import INPUTS, PART, Net, Nothing, Reads, chain, identity, parallel
 from test_staging import staged as staged_over
 from torch import Tensor, nn
@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from depthprobe.depth import dependence as module
 from depthprobe.depth.base import DepthSettings, Estimate
 from depthprobe.depth.dependence import dependence, depth_of_weights
-from depthprobe.depth.paths import Frozen, Path, Walk
+from depthprobe.depth.paths import Path, Walk
 from depthprobe.errors import NonFiniteError, UsageError
-from depthprobe.lab import LabConfig, LabForCausalLM
-from depthprobe.lab.norms import BatchNorm, InstanceNorm
+from depthprobe.lab import LabForCausalLM
 
 VARIANTS = ("", "first power")
 
@@ -30,18 +29,6 @@ def measure(model: nn.Module, inputs: Tensor = INPUTS, unit: str = "block", **se
 
 def depth(model: nn.Module, variant: str = "") -> float:
     return measure(model).value("dependence", variant).value
-
-
-def lab(seed: int = 0, blocks: int = 3, bias: bool = True, **config: object) -> LabForCausalLM:
-    """A small lab model whose gains and biases are not those of its initialisation."""
-    torch.manual_seed(seed)
-    sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": blocks, "num_attention_heads": 2}
-    model = LabForCausalLM(LabConfig(**sizes, max_position_embeddings=32, **config)).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:
-                parameter.add_(0.3 * torch.randn_like(parameter)).mul_(bias or not name.endswith("bias"))
-    return model
 
 
 def weight(found: Estimate, writer: int, reader: int, column: str = "w") -> float:
@@ -173,77 +160,6 @@ class TestRewrites:
             assert b.value("dependence", variant).value == pytest.approx(a.value("dependence", variant).value, abs=1e-3)
 
 
-PLACEMENTS = {
-    "pre": {"placement": "pre"},
-    "scaled": {"placement": "pre", "layernorm_scaling": True},
-    "post": {"placement": "post"},
-    "post-rms": {"placement": "post", "norm": "rmsnorm"},
-    "deepnorm": {"placement": "deepnorm"},
-    "admin": {"placement": "post", "initialisation": "admin"},
-    "branch": {"placement": "branch"},
-    "sandwich": {"placement": "sandwich"},
-    "none": {"placement": "none"},
-}
-
-
-def frozen_by_hand(norm: nn.Module | None, y: Tensor) -> Callable[[Tensor], Tensor]:
-    if norm is None:
-        return lambda v: v
-    if isinstance(norm, nn.RMSNorm):
-        rms = (y.square().mean(-1, keepdim=True) + norm.eps).sqrt()
-        return lambda v: norm.weight * v / rms
-    sigma = (y.var(-1, keepdim=True, unbiased=False) + norm.eps).sqrt()
-    return lambda v: norm.weight * (v - v.mean(-1, keepdim=True)) / sigma
-
-
-def by_hand(model: LabForCausalLM, unit: str, drop_embedding: bool = False) -> dict[tuple[int, int], Tensor]:
-    """(writer, reader) → ‖F_t(x_t) − F_t(x_t − c)‖ per token, from the lab's own blocks and its paper's formulas."""
-    with torch.no_grad():
-        inner = model.model
-        x = inner.token_embedding(INPUTS) + inner.position_embedding.weight[: INPUTS.shape[1]]
-        units: list[tuple[Tensor, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = []  # reads, w(x), P
-        for block in inner.blocks:
-            first, second = block.attention_skip, block.mlp_skip
-
-            def attend(v: Tensor, block: nn.Module = block) -> Tensor:
-                return block.attend(v, None, None)[0]
-
-            def scale(v: Tensor, skip: nn.Module) -> Tensor:
-                return (v if skip.gain is None else skip.gain.weight * v) * skip.alpha
-
-            a = attend(x)
-            y = scale(x, first) + a
-            h = first.add(x, a)
-            m = block.think(h)
-            y2 = scale(h, second) + m
-            p, q = frozen_by_hand(first.norm_after, y), frozen_by_hand(second.norm_after, y2)
-
-            def whole(v: Tensor, block: nn.Module = block, p=p, q=q, first=first, second=second) -> Tensor:
-                u = block.attend(v, None, None)[0]
-                return q(scale(p(u), second) + block.think(first.add(v, u)))
-
-            if unit == "block":
-                units.append((x, whole, lambda v, p=p, q=q, f=first, s=second: q(scale(p(scale(v, f)), s))))
-            else:
-                units.append((x, lambda v, g=attend, p=p: p(g(v)), lambda v, p=p, f=first: p(scale(v, f))))
-                units.append((h, lambda v, g=block.think, q=q: q(g(v)), lambda v, q=q, s=second: q(scale(v, s))))
-            x = second.add(h, m)
-        start = inner.token_embedding(INPUTS) + inner.position_embedding.weight[: INPUTS.shape[1]]
-        left, found = [start], {}
-        for reader, (read, write, through) in enumerate(units, start=1):
-            for writer, c in enumerate(left):
-                found[writer, reader] = (write(read) - write(read - c)).norm(dim=-1)
-            left = [*(through(c) for c in left), write(read)]
-
-        def readout(v: Tensor) -> Tensor:
-            logits = model.lm_head(v if inner.final_norm is None else inner.final_norm(v))
-            return logits - logits.mean(-1, keepdim=True)
-
-        for writer, c in enumerate(left):
-            found[writer, len(left)] = (readout(x) - readout(x - c)).norm(dim=-1)
-        return found
-
-
 def depth_by_hand(changes: dict[tuple[int, int], Tensor], count: int, power: int) -> float:
     """Recursion over one reader after another, as the definition says it."""
     d = {0: 0.0}
@@ -259,46 +175,24 @@ class TestByHand:
     @pytest.mark.parametrize("name", list(PLACEMENTS))
     def test_every_placement(self, name: str, unit: str) -> None:
         model = lab(**PLACEMENTS[name])
-        found, changes = measure(model, unit=unit), by_hand(model, unit)
+        found, want = measure(model, unit=unit), changes(model, unit, INPUTS)
         count = 3 if unit == "block" else 6
         assert found.value("dependence").of == count
         for variant, power in (("", 2), ("first power", 1)):
             row = found.value("dependence", variant)
-            assert row.value == pytest.approx(depth_by_hand(changes, count, power), abs=2e-4)
+            assert row.value == pytest.approx(depth_by_hand(want, count, power), abs=2e-4)
             assert row.ci_low < row.value < row.ci_high
-        for (writer, reader), change in changes.items():
-            parts = torch.stack([changes[s, reader] for s in range(reader)])[:, :, 1:].square()
-            want = float((change[:, 1:].square() / parts.sum(0)).mean())
-            assert weight(found, writer, reader) == pytest.approx(want, abs=2e-4)
-
-    @pytest.mark.parametrize("unit", ["block", "sublayer"])
-    @pytest.mark.parametrize("name", list(PLACEMENTS))
-    def test_the_parts_add_up_to_the_state(self, name: str, unit: str) -> None:
-        """With norms that add no constant, what is left of all writers is what a reader reads."""
-        self.add_up(lab(bias=False, **PLACEMENTS[name]), unit, INPUTS)
-
-    @pytest.mark.parametrize("name", ["gpt2", "neox", "gptj", "granite", "gemma3", "olmo2"])
-    @pytest.mark.parametrize("unit", ["block", "sublayer"])
-    def test_the_parts_add_up_in_other_families(self, name: str, unit: str) -> None:
-        self.add_up(build(name), unit, ids(2, 12))
-
-    def add_up(self, model: nn.Module, unit: str, inputs: Tensor) -> None:
-        with torch.no_grad(), Walk(opened(model, inputs), unit) as walk:
-            taken = walk.take(inputs)
-            left = [taken.entry.x]
-            before = left
-            for index, x in enumerate(taken.reads):
-                before = before if walk.joins(index) else left
-                assert float((sum(before) - x).norm() / x.norm()) < 1e-5, f"unit {index}"
-                left = [*(taken.paths[index].carry(c) for c in left), taken.writes[index]]
-            assert float((sum(left) - taken.last).norm() / taken.last.norm()) < 1e-5
+        for (writer, reader), change in want.items():
+            parts = torch.stack([want[s, reader] for s in range(reader)])[:, :, 1:].square()
+            share = float((change[:, 1:].square() / parts.sum(0)).mean())
+            assert weight(found, writer, reader) == pytest.approx(share, abs=2e-4)
 
 
 class TestBroken:
     """An estimator that is wrong in one place does not give the numbers by hand."""
 
     def off(self, model: LabForCausalLM) -> float:
-        want = depth_by_hand(by_hand(model, "block"), 3, 2)
+        want = depth_by_hand(changes(model, "block", INPUTS), 3, 2)
         return abs(measure(model).value("dependence").value - want)
 
     def test_without_a_fault_it_agrees(self) -> None:
@@ -312,8 +206,8 @@ class TestBroken:
         readers = module._readers
 
         def without(walk: Walk, inputs: Tensor):  # type: ignore[no-untyped-def]
-            for reader, changes, base in readers(walk, inputs):
-                yield reader, [None, *changes[1:]], base
+            for reader, found, base in readers(walk, inputs):
+                yield reader, [None, *found[1:]], base
 
         monkeypatch.setattr(module, "_readers", without)
         assert self.off(lab(placement="pre")) > 1e-2
@@ -322,8 +216,8 @@ class TestBroken:
         readers = module._readers
 
         def shifted(walk: Walk, inputs: Tensor):  # type: ignore[no-untyped-def]
-            for reader, changes, base in readers(walk, inputs):
-                yield reader, [*changes[1:], changes[0]], base
+            for reader, found, base in readers(walk, inputs):
+                yield reader, [*found[1:], found[0]], base
 
         monkeypatch.setattr(module, "_readers", shifted)
         assert self.off(lab(placement="pre")) > 1e-2
@@ -337,18 +231,16 @@ class TestArithmetic:
 
     def test_pairs_leave_the_embedding_out(self) -> None:
         model = lab(placement="pre")
-        found, changes = measure(model), by_hand(model, "block")
+        found, away = measure(model), changes(model, "block", INPUTS)
         table = found.curves["pairs"]
         assert list(table.columns) == ["i", "j", "metric", "value", "ci_low", "ci_high", "n"]
         assert [(i, j) for i, j in zip(table["i"], table["j"], strict=True)] == [
             (0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3)
         ]  # fmt: skip
         with torch.no_grad():
-            inner = model.model
-            x = inner.token_embedding(INPUTS) + inner.position_embedding.weight[: INPUTS.shape[1]]
-            x1 = inner.blocks[0](x)
-            size = (inner.blocks[1](x1) - x1).norm(dim=-1)
-        want = float((changes[1, 2] / size)[:, 1:].mean())
+            x1 = model.model.blocks[0](start(model, INPUTS))
+            size = (model.model.blocks[1](x1) - x1).norm(dim=-1)
+        want = float((away[1, 2] / size)[:, 1:].mean())
         assert table.query("i == 0 and j == 1")["value"].iloc[0] == pytest.approx(want, rel=1e-4)
 
     def test_batches_change_nothing(self) -> None:
@@ -379,39 +271,7 @@ class TestArithmetic:
             opened(model, inputs), corpus_of(inputs), "block", settings, lambda done, of: seen.append((done, of))
         )
         assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-        assert found.cost_forward == pytest.approx((4 + 4 + 10) / 4)  # a run, a write each, and N (N + 1) / 2 changes
-
-
-class TestFrozen:
-    @pytest.mark.parametrize(
-        "norm",
-        [nn.LayerNorm(9), nn.LayerNorm(9, bias=False), nn.RMSNorm(9), BatchNorm(9), InstanceNorm(9, affine=True)],
-    )
-    def test_frozen_statistics(self, norm: nn.Module) -> None:
-        torch.manual_seed(0)
-        y, v = torch.randn(2, 7, 9) * 3 + 1, torch.randn(2, 7, 9)
-        with torch.no_grad():
-            for parameter in norm.parameters():
-                parameter.copy_(torch.randn_like(parameter))
-            if isinstance(norm, BatchNorm):
-                norm.running_mean.normal_()
-                norm.running_var.uniform_(0.5, 2)
-            norm.eval()
-            frozen = Frozen.of(norm, y)
-            if isinstance(norm, BatchNorm):
-                want = norm(y + v) - norm(y)
-            else:
-                axis = 1 if isinstance(norm, InstanceNorm) else -1
-                mean = 0 if isinstance(norm, nn.RMSNorm) else v.mean(axis, keepdim=True)
-                eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
-                moment = y.square().mean(-1, keepdim=True)
-                variance = moment if isinstance(norm, nn.RMSNorm) else y.var(axis, keepdim=True, unbiased=False)
-                want = norm.weight * (v - mean) / (variance + eps).sqrt()
-            torch.testing.assert_close(frozen(v), want, rtol=1e-4, atol=1e-4)
-
-    def test_what_is_no_norm_is_refused(self) -> None:
-        with pytest.raises(UsageError, match="Tanh"):
-            Frozen.of(nn.Tanh(), torch.randn(2, 7, 9))
+        assert found.cost_forward == pytest.approx((4 + 10) / 4)  # a run, and N (N + 1) / 2 changes
 
 
 class TestRefusals:

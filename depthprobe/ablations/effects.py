@@ -104,7 +104,7 @@ class Reference:
         self.unmodified: list[_Unmodified] = []
         self.to_unigram: list[Tensor] = []
         for part in self.parts:
-            kept = _Unmodified.of(self._readout(last, part), scored.targets[part])
+            kept = _Unmodified.of(self.readout(last, part), scored.targets[part])
             self.unmodified.append(kept)
             if unigram is not None:
                 entropy = kept.lse - (kept.chance * kept.logits).sum(dim=-1)
@@ -120,7 +120,7 @@ class Reference:
 
     def compare(self, last: Tensor) -> dict[str, NDArray[np.float64]]:
         """The effects of a changed x_L `[batch, tokens, width]`, each a mean over scored positions, `[batch]`."""
-        return self.effects(self._readout(last, part) for part in self.parts)
+        return self.effects(self.readout(last, part) for part in self.parts)
 
     def effects(self, logits: Iterable[Tensor]) -> dict[str, NDArray[np.float64]]:
         """The same from changed logits `[sequences, positions, vocabulary]`, one of each of `parts`; overwritten."""
@@ -142,7 +142,8 @@ class Reference:
             self._room = torch.empty_like(like).flatten()
         return self._room[: like.numel()].view(like.shape)
 
-    def _readout(self, last: Tensor, part: Part) -> Tensor:
+    def readout(self, last: Tensor, part: Part) -> Tensor:
+        """Logits of an x_L `[batch, tokens, width]` at the scored positions of one of `parts`, in float32."""
         positions = self.scored.positions[part]
         rows = torch.arange(len(last), device=last.device)[part[0], None]
         return self.stream.readout(last[rows, positions], self.scored.ids[part]).float()

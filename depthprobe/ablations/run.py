@@ -26,7 +26,7 @@ from depthprobe.fingerprint import digest, fingerprint
 from depthprobe.probes.base import key_rng
 from depthprobe.verify import Anatomy
 
-__all__ = ["SweepSettings", "Swept", "sweep"]
+__all__ = ["SweepSettings", "Swept", "scored_batch", "sweep"]
 
 Progress = Callable[[int, int], None]
 MEMORY = 2 << 30
@@ -183,13 +183,8 @@ def _chunk(
     settings: SweepSettings,
     unigram: Tensor | None,
 ) -> dict[str, NDArray[np.float64]]:
-    stream, scored, tokenizer = units.stream, None, units.stream.checkpoint.tokenizer
-    mask = _mask_token(units.anatomy)
-    if _scores(units.anatomy) and tokenizer is not None and mask is not None:
-        special = tuple(tokenizer.all_special_ids)
-        scored, inputs = Scored.masked(inputs, sequences, special, mask, settings.seed)
-    elif _scores(units.anatomy):
-        scored = Scored.next_token(inputs, sequences, settings.score_positions, settings.seed)
+    stream = units.stream
+    scored, inputs = scored_batch(units.anatomy, inputs, sequences, settings.score_positions, settings.seed)
 
     def reference(last: Tensor) -> Reference | None:
         return None if scored is None else Reference(stream, last, scored, unigram)
@@ -211,6 +206,26 @@ def _chunk(
     part["base_loss"] = score.base_loss()
     to_unigram = score.unigram_kl()
     return part if to_unigram is None else part | {"unigram_kl": to_unigram}
+
+
+def scored_batch(
+    anatomy: Anatomy, inputs: Tensor, sequences: NDArray[np.int64], share: float, seed: int
+) -> tuple[Scored | None, Tensor]:
+    """The positions of a batch that are scored, None without a head to score with, and the inputs, masked if need be.
+
+    Args:
+        anatomy: the model.
+        inputs: ids `[batch, tokens]` or states `[batch, tokens, width]`.
+        sequences: their indices in the corpus.
+        share: of the positions with a next token; a masked model is scored at 15 % of all.
+        seed: of the draw.
+    """
+    tokenizer, mask = anatomy.stream.checkpoint.tokenizer, _mask_token(anatomy)
+    if not _scores(anatomy):
+        return None, inputs
+    if tokenizer is not None and mask is not None:
+        return Scored.masked(inputs, sequences, tuple(tokenizer.all_special_ids), mask, seed)
+    return Scored.next_token(inputs, sequences, share, seed), inputs
 
 
 def _mask_token(anatomy: Anatomy) -> int | None:

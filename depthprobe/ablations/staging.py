@@ -55,7 +55,7 @@ class Staging:
     """The curve of stages against cost.
 
     Attributes:
-        units: N, the number of blocks.
+        units: N, the number of blocks, or of sublayers.
         points: from N stages down.
         combine: how stages of several blocks are combined.
         searched: how the schedules were chosen, in words.
@@ -83,6 +83,8 @@ def find_stages(
     limit: int = 1,
     settings: SweepSettings | None = None,
     progress: Progress | None = None,
+    units: tuple[Unit, ...] | None = None,
+    kappas: tuple[float, ...] = KAPPAS,
 ) -> Staging:
     """Merge and drop down to `limit` stages; choose on one half of the sequences, score on the other.
 
@@ -102,11 +104,16 @@ def find_stages(
         limit: fewest stages.
         settings: how sweeps are run.
         progress: called with (stages done with, stages in all).
+        units: what is merged and dropped, in order: the blocks, or the attention and MLP of each. Of sublayers `auto`
+            is `sum`, and for post-LN the better of that and `branch-sum`.
+        kappas: where the curve is read.
 
     Raises:
         UsageError: no head to measure KL with, fewer than two sequences, a limit out of range.
     """
-    blocks = len(anatomy.stream)
+    units = units or tuple(Unit(block) for block in range(len(anatomy.stream)))
+    whole = _unmerged(anatomy, units)
+    parts, blocks = units[0].part != "", len(whole)
     if anatomy.objective != "causal" or not anatomy.reads_positions_apart:
         raise UsageError("stages are counted by KL, and this model has no next-token head", "a causal language model")
     if corpus.sequences < 2:
@@ -115,17 +122,21 @@ def find_stages(
         raise UsageError(f"--limit {limit}", f"0 to {blocks}")
     if combine not in ("auto", "sum", "mean", *POST_LN):
         raise UsageError(f"--combine {combine}", f"auto, sum, mean, {', '.join(POST_LN)}")
+    if parts and combine == "attention-first":
+        raise UsageError("--combine attention-first was asked for stages of sublayers", "auto, sum, mean or branch-sum")
     settings = settings or SweepSettings()
     choose, score = corpus.take(slice(0, None, 2)), corpus.take(slice(1, None, 2))
-    searched = "greedy: merge two neighbouring stages or drop a block, whichever costs least"
-    if blocks <= EXHAUSTIVE:
+    named = "sublayer" if parts else "block"
+    searched = f"greedy: merge two neighbouring stages or drop a {named}, whichever costs least"
+    if len(units) <= EXHAUSTIVE:
         searched += ", and every partition into contiguous stages"
-        searched += " of every choice of blocks" if blocks <= DROPPING else ""
-    ways = (combine,) if combine != "auto" else POST_LN if anatomy.post_ln else ("sum",)
+        searched += f" of every choice of {named}s" if len(units) <= DROPPING else ""
+    best_of = (POST_LN[0], "sum") if parts else POST_LN
+    ways = (combine,) if combine != "auto" else best_of if anatomy.post_ln else ("sum",)
     steps, evaluations = blocks - limit + 1, 0
     tried: dict[str, Best] = {}
     for place, way in enumerate(ways):
-        search = _Search(anatomy, choose, way, settings)
+        search = _Search(anatomy, choose, way, settings, units, whole)
 
         def step(done: int, place: int = place) -> None:
             if progress is not None:
@@ -141,10 +152,14 @@ def find_stages(
         best[0] = (np.inf, ())  # no block at all: where the curve ends
     chosen = [best[count][1] for count in sorted(best, reverse=True)]
     unigram = _unigram(anatomy, corpus)
-    swept = sweep(anatomy, score, [_schedule(groups, combine) for groups in chosen], settings, unigram=unigram)
+    schedules = [_schedule(groups, combine, units) for groups in chosen]
+    swept = sweep(anatomy, score, schedules, settings, unigram=unigram)
     if progress is not None:
         progress(len(ways) * steps, len(ways) * steps)
-    return _summary(anatomy, score, chosen, combine, searched, swept, evaluations, settings.seed)
+    total = evaluations + swept.evaluations
+    found, depth = _summary(score, chosen, swept, settings.seed, kappas)
+    relative_to = float(np.mean(swept.unigram_kl))  # type: ignore[arg-type]
+    return Staging(len(units), found, combine, searched, relative_to, score.sequences, depth, total)
 
 
 def stages_at(kappa: float, counts: NDArray[np.float64], relative: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -169,25 +184,33 @@ def stages_at(kappa: float, counts: NDArray[np.float64], relative: NDArray[np.fl
 class _Search:
     """Costs of groupings on the half that chooses."""
 
-    def __init__(self, anatomy: Anatomy, corpus: Corpus, combine: str, settings: SweepSettings) -> None:
+    def __init__(
+        self,
+        anatomy: Anatomy,
+        corpus: Corpus,
+        combine: str,
+        settings: SweepSettings,
+        units: tuple[Unit, ...],
+        whole: Groups,
+    ) -> None:
         self.anatomy, self.corpus, self.combine, self.settings = anatomy, corpus, combine, settings
+        self.units, self.whole = units, whole
         self.evaluations = 0
 
     def down_to(self, limit: int, step: Callable[[int], None]) -> Best:
-        """The cheapest grouping found for every count from all blocks to `limit` stages."""
-        blocks = len(self.anatomy.stream)
-        whole: Groups = tuple((i,) for i in range(blocks))
-        best: Best = {blocks: (0.0, whole)}
+        """The cheapest grouping found for every count from that of the whole model to `limit` stages."""
+        blocks = len(self.whole)
+        best: Best = {blocks: (0.0, self.whole)}
 
         def offer(groups: Groups, cost: float) -> None:
             if len(groups) not in best or cost < best[len(groups)][0]:
                 best[len(groups)] = (cost, groups)
 
-        for count, cost, groups in self.greedy(whole, limit):
+        for count, cost, groups in self.greedy(self.whole, limit):
             offer(groups, cost)
             step(blocks - count)
-        if blocks <= EXHAUSTIVE:
-            every = [groups for groups in _partitions(blocks) if limit <= len(groups) < blocks]
+        if len(self.units) <= EXHAUSTIVE:
+            every = [groups for groups in _partitions(len(self.units)) if limit <= len(groups) < blocks]
             for groups, cost in zip(every, self.costs(every), strict=True):
                 offer(groups, cost)
         return best
@@ -196,7 +219,8 @@ class _Search:
         """Mean KL of each."""
         if not candidates:
             return []
-        swept = sweep(self.anatomy, self.corpus, [_schedule(g, self.combine) for g in candidates], self.settings)
+        schedules = [_schedule(groups, self.combine, self.units) for groups in candidates]
+        swept = sweep(self.anatomy, self.corpus, schedules, self.settings)
         self.evaluations += swept.evaluations
         return [float(value) for value in swept.effects["kl"].mean(axis=0)]
 
@@ -251,14 +275,28 @@ def _partitions(blocks: int) -> Iterator[Groups]:
                 yield tuple(map(tuple, groups))
 
 
-def _schedule(groups: Groups, combine: str) -> Schedule:
-    changed = tuple(block for stage in groups if len(stage) > 1 for block in stage)
+def _unmerged(anatomy: Anatomy, units: tuple[Unit, ...]) -> Groups:
+    """The model as it is: a stage for every unit, one for two sublayers that read the same state."""
+    groups: list[tuple[int, ...]] = []
+    for place, unit in enumerate(units):
+        branches = anatomy.blocks[unit.layer].branches
+        if unit.part and place and units[place - 1].layer == unit.layer and branches[-1].parallel:
+            groups[-1] = (*groups[-1], place)
+        else:
+            groups.append((place,))
+    return tuple(groups)
+
+
+def _schedule(groups: Groups, combine: str, units: tuple[Unit, ...]) -> Schedule:
+    """The schedule of groups of units, told by their places."""
+    changed = tuple(units[place].layer for stage in groups if len(stage) > 1 for place in stage)
     stages: list[Stage] = []
     for group in groups:
-        if len(group) > 1 and combine in POST_LN:
-            stages += [tuple(Unit(block, "a") for block in group), tuple(Unit(block, "m") for block in group)]
+        stage = tuple(units[place] for place in group)
+        if len(stage) > 1 and combine in POST_LN and not stage[0].part:
+            stages += [tuple(Unit(unit.layer, "a") for unit in stage), tuple(Unit(unit.layer, "m") for unit in stage)]
         else:
-            stages.append(tuple(Unit(block) for block in group))
+            stages.append(stage)
     way: Combine = "branch-sum" if combine == "branch-sum" else "mean" if combine == "mean" else "sum"
     return Schedule(tuple(stages), way, "merge", changed)
 
@@ -274,15 +312,9 @@ def _unigram(anatomy: Anatomy, corpus: Corpus) -> Tensor:
 
 
 def _summary(
-    anatomy: Anatomy,
-    corpus: Corpus,
-    chosen: list[Groups],
-    combine: str,
-    searched: str,
-    swept: Swept,
-    evaluations: int,
-    seed: int,
-) -> Staging:
+    corpus: Corpus, chosen: list[Groups], swept: Swept, seed: int, kappas: tuple[float, ...]
+) -> tuple[tuple[Point, ...], dict[float, Interval]]:
+    """The points of the curve, and D at each κ, with intervals over the sequences that scored."""
     assert swept.unigram_kl is not None
     resampler = Resampler(corpus.sequences, corpus.documents, seed)
     unigram = swept.unigram_kl[:, None]
@@ -292,19 +324,17 @@ def _summary(
         both = np.hstack([swept.effects["kl"][:, [place]], unigram])
         relative = resampler.function(both, lambda m: m[:, 0] / m[:, 1])
         rest = [_interval(resampler, swept.effects[name][:, place]) for name in names]
-        points.append(Point(len(groups), str(_schedule(groups, combine)), relative, *rest))
+        points.append(Point(len(groups), str(swept.schedules[place]), relative, *rest))
     rising = np.argsort([point.stages for point in points])
     counts = np.array([points[i].stages for i in rising], dtype=np.float64)
     columns = np.hstack([swept.effects["kl"][:, rising], unigram])
     depth = {}
-    for kappa in KAPPAS:
+    for kappa in kappas:
         depth[kappa] = resampler.function(
             columns,
             lambda m, kappa=kappa: stages_at(kappa, counts, m[:, :-1] / m[:, -1:]),  # type: ignore[misc]
         )
-    total = evaluations + swept.evaluations
-    blocks = len(anatomy.stream)
-    return Staging(blocks, tuple(points), combine, searched, float(unigram.mean()), corpus.sequences, depth, total)
+    return tuple(points), depth
 
 
 def _interval(resampler: Resampler, values: NDArray[np.float64]) -> Interval:

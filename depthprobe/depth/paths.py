@@ -176,6 +176,12 @@ class Walk:
                         "run on its own",
                         "--unit block",
                     )
+                if len(block.branches) > 1 and block.branches[1].parallel and block.branches[1].norm:
+                    raise UsageError(
+                        f"in block {block.index} one norm follows the sum of attention and MLP, which are no units of "
+                        "their own then",
+                        "--unit block",
+                    )
 
     def __len__(self) -> int:
         return len(self.units)
@@ -206,8 +212,12 @@ class Walk:
             and (branches[1].parallel)
         )
 
-    def take(self, inputs: Tensor) -> Taken:
+    def take(self, inputs: Tensor, alone: bool = True) -> Taken:
         """The unmodified run on ids `[batch, tokens]` or states `[batch, tokens, width]`.
+
+        Args:
+            inputs: the batch.
+            alone: run each sublayer once more on its own for what it writes, so that rounding is that of `write`.
 
         Raises:
             NonFiniteError: a unit writes values that are not finite.
@@ -228,15 +238,31 @@ class Walk:
                     frozen, total = Frozen.of(norm, total), norm(total)
                 pairs.append((branch, frozen))
             if self.units[len(paths)].part:
-                found.reads.extend(self.stream.inherit(state, x) if state is not x else x for state in states)
+                found.reads.extend(self.stream.inherit(state, visit.z) if state is not x else x for state in states)
                 paths.extend(Path(module, (pair,), joins=place > 0) for place, pair in enumerate(pairs))
             else:
                 found.reads.append(x)
                 paths.append(Path(module, tuple(pairs), self.skips.get(block.index, 1)))
+            found.writes.extend(self.writes(found, block.index, visit))
             x = visit.z
-        for index, read in enumerate(found.reads):
-            found.writes.append(self.write(found, index, read))
+        if alone and self.units[0].part:
+            found.writes[:] = [self.write(found, index, read) for index, read in enumerate(found.reads)]
         return Taken(entry, found.reads, found.writes, paths, x)
+
+    def writes(self, taken: Taken, block: int, visit: Visit) -> list[Tensor]:
+        """What each unit of a block writes in one visit of it, through the units' frozen identity paths, float32."""
+        places = self.places(block)
+        paths = [taken.paths[place] for place in places]
+        if len(paths) > 1:
+            updates = [[visit.branches[path.branches[0][0].unit][1]] for path in paths]
+            found = [path.written(some) for path, some in zip(paths, updates, strict=True)]
+        elif paths[0].branches:
+            found = [paths[0].written([visit.branches[branch.unit][1] for branch, _ in paths[0].branches])]
+        else:
+            found = [visit.update if paths[0].skip else visit.z.float()]
+        for place, w in zip(places, found, strict=True):
+            self._check(place, w, visit.z.dtype)
+        return found
 
     def write(self, taken: Taken, index: int, x: Tensor) -> Tensor:
         """What a unit writes when it reads x `[batch, tokens, width]`, through its frozen identity path, float32.
@@ -244,21 +270,35 @@ class Walk:
         Raises:
             NonFiniteError: it is not finite; the message names the block.
         """
-        unit, path = self.units[index], taken.paths[index]
-        if unit.part:
-            self._count()
-            w = path.written([self._runner.sublayer(taken.entry, unit, x)[1]])
-        else:
-            visit = self.visit(taken.entry, unit.layer, x)
-            if path.branches:
-                w = path.written([u for _, u in visit.branches.values()])
-            else:
-                w = visit.update if path.skip else visit.z.float()
+        unit = self.units[index]
+        if not unit.part:
+            return self.writes(taken, unit.layer, self.visit(taken.entry, unit.layer, x))[0]
+        w = taken.paths[index].written([self.alone(taken, index, x)])
+        self._check(index, w, x.dtype)
+        return w
+
+    def alone(self, taken: Taken, index: int, x: Tensor) -> Tensor:
+        """The branch u of a sublayer that reads x; takes an evaluation of its whole block."""
+        self._count()
+        return self._runner.sublayer(taken.entry, self.units[index], x)[1]
+
+    def step(self, taken: Taken, index: int, x: Tensor, u: Tensor) -> Tensor:
+        """The state after a sublayer that read x and whose branch is u: N(x + u), the norm that of this state."""
+        path = taken.paths[index]
+        branch = path.branches[0][0]
+        total = branch.skip(path.module, x) + u
+        return total if branch.norm is None else path.module.get_submodule(branch.norm)(total)
+
+    def places(self, block: int) -> list[int]:
+        """The indices of a block's units."""
+        return [place for place, unit in enumerate(self.units) if unit.layer == block]
+
+    def _check(self, index: int, w: Tensor, dtype: torch.dtype) -> None:
         if not bool(torch.isfinite(w).all()):
             wrong = (~torch.isfinite(w).all(dim=-1)).nonzero()[0].tolist()
+            unit = self.units[index]
             name = {"": "block", "a": "attention", "m": "mlp"}.get(unit.part, unit.part)
-            raise NonFiniteError.in_block(unit.layer, name, str(x.dtype).removeprefix("torch."), *wrong)
-        return w
+            raise NonFiniteError.in_block(unit.layer, name, str(dtype).removeprefix("torch."), *wrong)
 
     def _count(self) -> None:
         self.evaluations += 1
