@@ -6,6 +6,7 @@ looked at: what is kept is the states between units.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -227,7 +228,10 @@ def _push(function: Callable[[Tensor], Tensor], x: Tensor, v: Tensor) -> Tensor:
     """The function's derivative at x along v: in forward mode, or by differentiating twice where that is not known."""
     try:
         with torch.no_grad(), forward_mode.dual_level():
-            pushed = forward_mode.unpack_dual(function(forward_mode.make_dual(x, v))).tangent
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of what it loads at the first call
+                dual = forward_mode.make_dual(x, v)
+            pushed = forward_mode.unpack_dual(function(dual)).tangent
             return torch.zeros_like(v) if pushed is None else pushed.clone()
     except NotImplementedError:
         leaf = leaf_of(x)
