@@ -267,6 +267,7 @@ def _branch(block: Block, unit: str) -> dict[str, Any] | None:
         "module": branch.update.module,
         "scale": branch.scale,
         "skip_scale": branch.skip_scale,
+        "gain": branch.gain,
         "parallel": branch.parallel,
     }
 

@@ -14,6 +14,7 @@ from depthprobe.branches import Reader
 from depthprobe.lab.admin import admin_profile
 from depthprobe.lab.config import NORMS, PLACEMENTS, LabConfig
 from depthprobe.lab.model import LabForCausalLM, LabForMaskedLM
+from depthprobe.report.tables import anatomy_rows
 from depthprobe.verify import Anatomy
 
 VOCAB, WIDTH, DEPTH, HEADS, TOKENS = 40, 16, 4, 2, 10
@@ -125,6 +126,14 @@ class TestPlacement:
                 assert torch.allclose(visit.branches["mlp"][0], block.mlp_skip.gain.weight * middle, atol=1e-4)
                 assert torch.allclose(block.mlp_skip.norm_after(sum(visit.branches["mlp"])), visit.z, atol=1e-4)
                 x = visit.z
+
+    def test_scales_and_factors_are_stated(self) -> None:
+        for options, words in [
+            ({"placement": "deepnorm"}, "post (attention), stream × 1.68"),
+            ({"placement": "post", "initialisation": "admin"}, "post (attention), stream × a learned factor a dimen"),
+        ]:
+            found = depthprobe.inspect(build(**options))
+            assert [row["attention"].startswith(words) for row in anatomy_rows(found["anatomy"])] == [True]
 
     @pytest.mark.parametrize("way", ["blocks", "sublayers"])
     @pytest.mark.parametrize("placement", PLACEMENTS)

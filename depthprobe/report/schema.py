@@ -65,7 +65,8 @@ class Report:
         corpus: name, sha256, sequences, tokens (per sequence), documents, bos, first_ids, first_tokens, skip_first,
             notes.
         anatomy: summary, block_list, parallel, blocks (each with index, attention and mlp, which are None where they
-            were not found and otherwise hold placement, module, scale and skip_scale), notes.
+            were not found and otherwise hold placement, module, scale, skip_scale and gain, the module of a learned
+            factor on the skip or None), notes.
         verification: one dict a check: name, what (a sentence), value, floor, passed, level (`model`, `sublayers`,
             `readout`).
         layers: the rows of `layers.csv`: layer, unit, metric, value, ci_low, ci_high, n (sequences).

@@ -172,7 +172,7 @@ def _unit(unit: dict[str, Any] | None, index: str) -> str:
         scale = unit.get(key)
         if scale is not None and abs(scale - 1) > 1e-6:
             words += f", {what} × {number(float(scale))}"
-    return words
+    return words + (", stream × a learned factor a dimension" if unit.get("gain") else "")
 
 
 def skipped_rows(report: Report, most: int = 8) -> list[dict[str, Any]]:
