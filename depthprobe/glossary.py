@@ -8,9 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from depthprobe.glossary_depth import DEPTHS
+
 __all__ = ["METRICS", "NOTATION", "Metric", "lookup"]
 
-Table = Literal["layers", "pairs", "ablations", "report"]
+Table = Literal["layers", "pairs", "ablations", "depth", "report"]
 
 NOTATION = """\
 x_l   residual stream that block l reads, l = 0 … L-1; x_L is what the last block writes, before the final norm
@@ -34,7 +36,7 @@ class Metric:
         formula: the definition, in the notation above.
         reading: one sentence on how to read it.
         source: where the definition comes from, empty if it is elementary.
-        table: the table that carries it (`layers`, `pairs`, `ablations`); `report` for what is in report.json alone.
+        table: the table that carries it (`layers`, `pairs`, …); `report` for what is in report.json alone.
     """
 
     name: str
@@ -250,6 +252,15 @@ _ALL = (
         "Xiong et al. 2020, fig. 3",
     ),
     Metric(
+        "update_dependence",
+        "what a unit would do without an earlier one",
+        "a_ts = ‖F_t(x_t) - F_t(x_t - c)‖ / ‖F_t(x_t)‖, c what is left at reader t of writer s's Δ_s: Δ_s itself but "
+        "for post-LN, where each norm on the way has passed on γ ⊙ (v - mean v) / σ of it; i writes, j reads, L the head",
+        "0: the later unit does not need the earlier; it may well read what others made of it.",
+        "",
+        "pairs",
+    ),
+    Metric(
         "angular_distance",
         "angle between two states",
         "arccos(cos(x_i, x_j)) / π",
@@ -332,7 +343,7 @@ _ALL = (
     ),
 )
 
-METRICS: dict[str, Metric] = {metric.name: metric for metric in _ALL}
+METRICS: dict[str, Metric] = {metric.name: metric for metric in (*_ALL, *(Metric(*entry, "depth") for entry in DEPTHS))}
 
 
 def lookup(name: str) -> Metric:

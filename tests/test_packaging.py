@@ -22,7 +22,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # A module imports only what stands above it; a folder is named by itself and its modules see one another
 LAYERS = (
-    {"errors"},
+    {"errors", "glossary_depth"},
     {"glossary", "estimate", "documents", "formats", "fingerprint"},
     {"conversions"},
     {"checkpoint", "corpus"},
