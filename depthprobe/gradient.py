@@ -21,7 +21,7 @@ from depthprobe.estimate import Interval, PerSequence, Resampler
 from depthprobe.fresh import fresh_twin
 from depthprobe.glossary import METRICS
 from depthprobe.prepare import prepare
-from depthprobe.probes.gradients import Cotangent, StateNorms, backpropagate, differentiable
+from depthprobe.probes.gradients import Cotangent, StateNorms, backpropagate, differentiable, graph_bytes
 from depthprobe.probes.weights import POOLED, Key, Weights, groups_that_fit
 from depthprobe.report import Report
 from depthprobe.verify import Anatomy
@@ -179,8 +179,9 @@ def run_gradients(
         weights = Weights(anatomy.stream, means, groups, offset) if weighed else None
         norms = StateNorms(means, settings.skip_first, anatomy.objective == "causal", offset)
         with differentiable(model):
+            keep = graph_bytes(anatomy.stream, _inputs(anatomy, corpus, 0)) <= settings.memory
             for row in range(count):
-                losses[offset + row] = _one(anatomy, corpus, row, cotangents, norms, weights, settings.memory)
+                losses[offset + row] = _one(anatomy, corpus, row, cotangents, norms, weights, keep)
                 if progress is not None:
                     progress(offset + row + 1, count * models)
         if weights is not None:
@@ -246,22 +247,26 @@ def _one(
     cotangents: Cotangents,
     norms: StateNorms,
     weights: Weights | None,
-    memory: int,
+    keep: bool,
 ) -> float:
     """One sequence's gradients into `norms` and `weights`; its loss, or NaN for none."""
     stream = anatomy.stream
-    device, dtype = stream.checkpoint.device, stream.checkpoint.dtype
-    inputs = corpus.inputs[sequence : sequence + 1].to(device, dtype if corpus.is_states else torch.int64)
-    inputs, loss = cotangents.loss(anatomy, inputs, sequence)
+    inputs, loss = cotangents.loss(anatomy, _inputs(anatomy, corpus, sequence), sequence)
     random = cotangents.random(corpus.tokens, stream.blocks.width, sequence)
 
     def see(cotangent: Cotangent, layer: int, gradient: Tensor) -> None:
         norms.see(sequence, cotangent, layer, gradient)
 
-    value = backpropagate(stream, inputs, loss, random, see, weights, memory)
+    value = backpropagate(stream, inputs, loss, random, see, weights, keep)
     if weights is not None:
         weights.end(sequence)
     return float("nan") if value is None else value
+
+
+def _inputs(anatomy: Anatomy, corpus: Corpus, sequence: int) -> Tensor:
+    checkpoint = anatomy.stream.checkpoint
+    dtype = checkpoint.dtype if corpus.is_states else torch.int64
+    return corpus.inputs[sequence : sequence + 1].to(checkpoint.device, dtype)
 
 
 def _table(means: PerSequence, pooled: list[dict[Key, Interval]], resampler: Resampler, count: int) -> pd.DataFrame:

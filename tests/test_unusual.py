@@ -174,7 +174,7 @@ class TestUnknownFamilies:
     def test_blocks_without_branches_give_block_rows_and_a_note(self) -> None:
         torch.manual_seed(0)
         model = shake(Embedded([Gated() for _ in range(3)]))
-        report = depthprobe.analyze(model, data=ids(4, 24), device="cpu")
+        report = depthprobe.analyze(model, data=ids(4, 24), device="cpu", gradient_tokens=0)
         assert set(report.layers["unit"]) == {"block"}
         assert any("whole blocks" in note for note in report.anatomy["notes"])
         assert all(block["attention"] is block["mlp"] is None for block in report.anatomy["blocks"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from depthprobe.probes.base import mean_tokens, median_tokens, wide
 from depthprobe.probes.weights import Weights
 from depthprobe.stream import Entry, Stream
 
-__all__ = ["Cotangent", "StateNorms", "backpropagate", "differentiable", "explained"]
+__all__ = ["Cotangent", "StateNorms", "backpropagate", "differentiable", "explained", "graph_bytes"]
 
 Cotangent = Literal["loss", "random"]
 SUFFIX: dict[Cotangent, str] = {"loss": "", "random": "_random"}
@@ -31,14 +31,12 @@ def backpropagate(
     random: Tensor | None,
     see: Callable[[Cotangent, int, Tensor], None],
     weights: Weights | None = None,
-    memory: int = 2 << 30,
+    keep: bool = True,
 ) -> float | None:
     """Run one batch forward and every cotangent backward, block by block; nothing is left in any `.grad`.
 
     Each block reads a leaf, so that its own graph ends there. What blocks hand on beside the stream (RealFormer's
-    attention scores) carries gradients down too; those at x_l hold it fixed, as autograd does. Where the tensors that
-    autograd keeps would take more than `memory`, as measured on block 0, only the states are kept, and each block is
-    run again on the way down.
+    attention scores) carries gradients down too; those at x_l hold it fixed, as autograd does.
 
     Args:
         stream: the model, under `differentiable`.
@@ -47,7 +45,8 @@ def backpropagate(
         random: what arrives at x_L instead, `[batch, tokens, width]`; None for none.
         see: called with the cotangent, l and the gradient at x_l, for l = L … 0.
         weights: takes the loss's gradients by weights.
-        memory: bytes that the graph may take.
+        keep: hold the graph of every block; otherwise only the states are kept, and each block is run again on the way
+            down.
 
     Returns:
         The loss.
@@ -55,17 +54,13 @@ def backpropagate(
     Raises:
         GradientError: something in the model has no derivative.
     """
-    with torch.enable_grad(), explained():
+    with torch.enable_grad(), explained(), _overwriting(stream):
         entry = stream.enter(inputs)
-        leaves, keep = [stream.inherit(_leaf(entry.x), entry.x)], False
+        leaves = [stream.inherit(_leaf(entry.x), entry.x)]
         outputs: list[Tensor | None] = []
         for index in range(len(stream)):
-            if index == 0:
-                kept, z = _watched(lambda: stream.run(entry, 0, leaves[0]), stream.checkpoint.model)
-                keep = kept * len(stream) <= memory
-            else:
-                with torch.set_grad_enabled(keep):
-                    z = stream.run(entry, index, leaves[-1])
+            with torch.set_grad_enabled(keep):
+                z = stream.run(entry, index, leaves[-1])
             outputs.append(z if keep else None)
             leaves.append(stream.inherit(_leaf(z), z))
         arriving: dict[Cotangent, Tensor] = {}
@@ -107,6 +102,25 @@ def backpropagate(
                 found = torch.autograd.grad(tensors, outside, gradients, allow_unused=True)
                 weights.take(outside, found, door=True)
     return None if value is None else value.item()
+
+
+def graph_bytes(stream: Stream, inputs: Tensor) -> int:
+    """About how many bytes the graphs of all blocks hold besides the weights, as measured on block 0."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in stream.checkpoint.model.parameters()}
+    held: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            held[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()  # the tensor itself may be the node's own output: a circle that is never freed
+
+    with torch.enable_grad(), explained():
+        entry = stream.enter(inputs)
+        leaf = stream.inherit(_leaf(entry.x), entry.x)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            stream.run(entry, 0, leaf)
+    return sum(held.values()) * len(stream)
 
 
 class StateNorms:
@@ -178,6 +192,11 @@ def explained() -> Iterator[None]:
         raise GradientError(f"the model cannot be differentiated: {reason}") from error
 
 
+def _overwriting(stream: Stream) -> AbstractContextManager[Any]:
+    """For blocks that write into what they were given: what autograd has saved is copied before it is overwritten."""
+    return torch.autograd.graph.allow_mutation_on_saved_tensors() if stream.copies_input else nullcontext()
+
+
 def _leaf(x: Tensor) -> Tensor:
     return x.detach().requires_grad_()
 
@@ -196,21 +215,6 @@ def _handed_on(stream: Stream, state: Tensor) -> list[Tensor]:
     values = stream.handed_on(state) if stream.blocks.carried else ()
     tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
     return [tensor.requires_grad_() if tensor.is_leaf else tensor for tensor in tensors]
-
-
-def _watched(run: Callable[[], Tensor], model: nn.Module) -> tuple[int, Tensor]:
-    """What a run returns, and how many bytes its graph holds besides the weights."""
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    held: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        held[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # the tensor itself may be the node's own output: a circle that is never freed
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        z = run()
-    return sum(size for place, size in held.items() if place not in weights), z
 
 
 def _sides(entry: Entry, index: int, slot: int | str) -> list[Tensor]:
