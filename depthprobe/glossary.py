@@ -252,15 +252,6 @@ _ALL = (
         "Xiong et al. 2020, fig. 3",
     ),
     Metric(
-        "update_dependence",
-        "what a unit would do without an earlier one",
-        "a_ts = ‖F_t(x_t) - F_t(x_t - c)‖ / ‖F_t(x_t)‖, c what is left at reader t of writer s's Δ_s: Δ_s itself but "
-        "for post-LN, where each norm on the way has passed on γ ⊙ (v - mean v) / σ of it; i writes, j reads, L the head",
-        "0: the later unit does not need the earlier; it may well read what others made of it.",
-        "",
-        "pairs",
-    ),
-    Metric(
         "angular_distance",
         "angle between two states",
         "arccos(cos(x_i, x_j)) / π",
@@ -269,6 +260,15 @@ _ALL = (
         "pairs",
     ),
     Metric("cosine", "similarity of two states", "cos(x_i, x_j)", "1: the same direction.", "", "pairs"),
+    Metric(
+        "update_dependence",
+        "what a unit would do without an earlier one",
+        "a_ts = ‖F_t(x_t) - F_t(x_t - c)‖ / ‖F_t(x_t)‖, c what is left at reader t of writer s's Δ_s: Δ_s itself but "
+        "for post-LN, where each norm on the way passes on γ ⊙ (v - mean v) / σ; i writes, j reads, L is the readout",
+        "0: the later unit does not need the earlier; it may well read what others made of it.",
+        "",
+        "pairs",
+    ),
     Metric(
         "cross_share",
         "share of the growth that comes from aligned updates",

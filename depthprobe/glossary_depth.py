@@ -64,7 +64,8 @@ DEPTHS: tuple[tuple[str, str, str, str, str], ...] = (
         "path_elasticity",
         "branches that the gradient came through, in the trace gauge",
         "⟨Σ k g_k, g⟩ / ‖g‖², g = Σ g_k the loss's gradient at x_0 by the number k of branches passed, of unit "
-        "Jacobians N'[(1+α)I + (B − αI)], B = ∂u/∂s, α = tr(B)/d: only B − αI counts; each target's loss has a random sign",
+        "Jacobians N'[(1+α)I + (B − αI)], B = ∂u/∂s, α = tr(B)/d: only B − αI counts; each target's loss has a random "
+        "sign",
         "0: nothing was passed that does more than rescale; N: every unit was passed, as in a chain without skips. Its "
         "profile by unit sums to it.",
         "",
