@@ -41,7 +41,7 @@ class Bar:
         self.bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
 
     def __enter__(self) -> Callable[[int, int], None]:
-        started, before = time.perf_counter(), 0
+        started, before = time.perf_counter(), -1
         self.bar.start()
         task = self.bar.add_task("", total=self.total)
         first = True
@@ -49,9 +49,9 @@ class Bar:
         def step(done: int, total: int) -> None:
             nonlocal first, before
             self.bar.update(task, completed=done, total=total)
-            if first and before == 0 and done > 1:
-                before = done - 1  # what an earlier run had done took no time of this one
-            if first and 20 * (done - before) >= total - before:
+            if before < 0:
+                before = max(0, done - 1)  # what an earlier run had done took no time of this one
+            if first and done > before and 20 * (done - before) >= total - before:
                 first = False
                 if done < total:
                     minutes = (time.perf_counter() - started) * (total - before) / (done - before) / 60

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -200,11 +201,10 @@ def train(
     settings.check()
     model = start if start is not None else LabConfig(**architecture)
     try:
-        with Bar("Training", steps, "steps") as progress:
-            shown = progress if writes() else None
+        with Bar("Training", steps, "steps") if writes() else nullcontext() as progress:
             result = run(
-                model, settings, out, data, tokenizer=tokenizer, text_field=text_field, resume=resume, progress=shown,
-                command=command_line(),
+                model, settings, out, data, tokenizer=tokenizer, text_field=text_field, resume=resume,
+                progress=progress, command=command_line(),
             )  # fmt: skip
     except KeyboardInterrupt:
         last = f"the state of the last validation is kept in {out}, --resume goes on"

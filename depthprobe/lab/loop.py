@@ -82,6 +82,8 @@ class Loop:
                 self.keep(0)
         else:
             first = self._restore(state)
+        if progress is not None:
+            progress(first, settings.steps)
         for done in range(first + 1, settings.steps + 1):
             self._update(done - 1)
             check = done % settings.eval_every == 0 or done == settings.steps
