@@ -14,7 +14,7 @@ from test_staging import staged as staged_over
 from torch import Tensor, nn
 
 from depthprobe.depth import dependence as module
-from depthprobe.depth.base import DepthSettings, Estimate
+from depthprobe.depth.base import DepthSettings, Estimate, batches, bytes_of_sequence
 from depthprobe.depth.dependence import dependence, depth_of_weights
 from depthprobe.depth.paths import Path, Walk
 from depthprobe.errors import NonFiniteError, UsageError
@@ -312,3 +312,13 @@ def test_half_precision_says_so() -> None:
     found = measure(lab(blocks=2).bfloat16())
     assert any("half precision" in note for note in found.notes)
     assert found.value("dependence").value == pytest.approx(measure(lab(blocks=2)).value("dependence").value, abs=0.1)
+
+
+def test_batches_fit_into_the_memory() -> None:
+    anatomy, corpus = opened(lab(), INPUTS), corpus_of(INPUTS)
+    each = bytes_of_sequence(anatomy, corpus, states=10, logits=2)
+    assert each == 4 * 16 * (10 * 16 + 2 * 50)
+    sizes = [len(rows) for rows, _ in batches(anatomy, corpus, DepthSettings(memory=4 * each), each)]
+    assert sizes == [4, 2]
+    assert [len(rows) for rows, _ in batches(anatomy, corpus, DepthSettings(memory=1), each)] == [1] * 6
+    assert [len(rows) for rows, _ in batches(anatomy, corpus, DepthSettings())] == [6]

@@ -27,6 +27,7 @@ __all__ = [
     "Progress",
     "UnitKind",
     "batches",
+    "bytes_of_sequence",
     "depth_frame",
     "refuse_carried",
     "resampler",
@@ -50,7 +51,7 @@ class DepthSettings:
     Attributes:
         seed: of every random draw and of the resamples.
         skip_first: leading positions that averages over the stream's tokens leave out. KL counts every position.
-        batch_size: sequences at once; None for about 2,048 tokens.
+        batch_size: sequences at once; None for about 2,048 tokens, fewer if `memory` does not hold them.
         memory: bytes that states and logits of one batch may take.
         probes: random vectors a unit and sequence, from which the traces of Jacobians are estimated.
     """
@@ -83,9 +84,10 @@ class DepthSettings:
                 fix="skip fewer positions, or use longer sequences",
             )
 
-    def sequences_at_once(self, corpus: Corpus) -> int:
-        """The batch size."""
-        return self.batch_size or max(1, TOKENS_AT_ONCE // corpus.tokens)
+    def sequences_at_once(self, corpus: Corpus, each: int = 0) -> int:
+        """The batch size, where a sequence takes about `each` bytes."""
+        fit = self.memory // each if each else corpus.sequences
+        return self.batch_size or max(1, min(fit, TOKENS_AT_ONCE // corpus.tokens))
 
 
 @dataclass(frozen=True)
@@ -199,10 +201,26 @@ def refuse_carried(anatomy: Anatomy, name: str) -> None:
         )
 
 
-def batches(anatomy: Anatomy, corpus: Corpus, settings: DepthSettings) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
-    """Indices of sequences, `[batch]`, and their ids or states on the model's device, one batch after another."""
+def bytes_of_sequence(anatomy: Anatomy, corpus: Corpus, states: int, logits: int) -> int:
+    """What a sequence takes where so many of its states and of its logits are kept at once, in float32."""
+    return (
+        4
+        * corpus.tokens
+        * (states * anatomy.stream.blocks.width + logits * (anatomy.stream.checkpoint.vocab_size or 0))
+    )
+
+
+def batches(
+    anatomy: Anatomy, corpus: Corpus, settings: DepthSettings, each: int = 0
+) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
+    """Indices of sequences, `[batch]`, and their ids or states on the model's device, one batch after another.
+
+    Args:
+        anatomy, corpus, settings: the model, its corpus, and the batch size if one was set.
+        each: bytes that a sequence takes, see `bytes_of_sequence`; 0 where it does not matter.
+    """
     checkpoint = anatomy.stream.checkpoint
-    step = settings.sequences_at_once(corpus)
+    step = settings.sequences_at_once(corpus, each)
     for start in range(0, corpus.sequences, step):
         inputs = corpus.inputs[start : start + step]
         indices = np.arange(start, start + len(inputs))

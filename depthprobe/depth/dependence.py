@@ -16,6 +16,7 @@ from depthprobe.depth.base import (
     Floats,
     Progress,
     batches,
+    bytes_of_sequence,
     refuse_carried,
     resampler,
     row,
@@ -82,9 +83,11 @@ def dependence(
     count, blocks = len(walk), len(anatomy.stream)
     pairs = [(s, t) for t in range(1, count + 2) for s in range(t)]
     columns = {name: np.empty((corpus.sequences, len(pairs))) for name in ("a", *POWERS)}
-    at_most, rounds = len(pairs) + blocks, -(-corpus.sequences // settings.sequences_at_once(corpus))
+    each = bytes_of_sequence(anatomy, corpus, 4 * count + 8, 0)  # reads, writes, and what is left twice over
+    rounds = -(-corpus.sequences // settings.sequences_at_once(corpus, each))
+    at_most = len(pairs)
     with torch.no_grad(), walk:
-        for place, (indices, inputs) in enumerate(batches(anatomy, corpus, settings)):
+        for place, (indices, inputs) in enumerate(batches(anatomy, corpus, settings, each)):
             start = 0
             for reader, changes, base in _readers(walk, inputs):
                 for name, values in _means(changes, base, settings.skip_first).items():

@@ -19,7 +19,7 @@ from torch import Tensor
 from depthprobe.ablations.effects import Reference, Scored, state_distance
 from depthprobe.ablations.run import scored_batch
 from depthprobe.corpus import Corpus
-from depthprobe.depth.base import DepthSettings, Estimate, Floats, Progress, batches, resampler
+from depthprobe.depth.base import DepthSettings, Estimate, Floats, Progress, batches, bytes_of_sequence, resampler
 from depthprobe.depth.paths import Taken, Walk, block_skips
 from depthprobe.errors import UsageError
 from depthprobe.probes.base import key_rng, wide
@@ -157,9 +157,10 @@ def run_skips(
     changes = {(kind, name): np.full((corpus.sequences, pairs), np.nan) for kind in kinds for name in ("mean", "p95")}
     output = {kind: np.full((corpus.sequences, count), np.nan) for kind in kinds}
     cost, named = np.full((corpus.sequences, count), np.nan), "state_distance"
-    rounds, done = -(-corpus.sequences // settings.sequences_at_once(corpus)), 0
+    each = bytes_of_sequence(anatomy, corpus, 3 * count + 8, 2)
+    rounds, done = -(-corpus.sequences // settings.sequences_at_once(corpus, each)), 0
     with torch.no_grad(), walk:
-        for indices, inputs in batches(anatomy, corpus, settings):
+        for indices, inputs in batches(anatomy, corpus, settings, each):
             scored, inputs = scored_batch(anatomy, inputs, indices, 1.0, settings.seed)
             taken = walk.take(inputs, alone=False)
             out = _Output(walk, taken, scored)

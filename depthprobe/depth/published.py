@@ -25,6 +25,7 @@ from depthprobe.depth.base import (
     Floats,
     Progress,
     batches,
+    bytes_of_sequence,
     resampler,
     row,
     units_of,
@@ -164,8 +165,9 @@ def lens_depths(
     used = set(np.linspace(0, corpus.sequences - 1, min(corpus.sequences, positions)).round().astype(int).tolist())
     each = max(1, positions // corpus.sequences)
     eligible = corpus.tokens - (anatomy.objective == "causal")
+    kept = bytes_of_sequence(anatomy, corpus, 3 * count + 4, 0)
     with torch.no_grad(), walk:
-        for indices, inputs in batches(anatomy, corpus, settings):
+        for indices, inputs in batches(anatomy, corpus, settings, kept):
             taken = walk.take(inputs, alone=False)
             for place, sequence in enumerate(indices.tolist()):
                 if sequence not in used:
