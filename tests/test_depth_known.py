@@ -193,6 +193,18 @@ class TestKnownAnswers:
         assert after[1] == pytest.approx(before[1], rel=1e-9)
         assert abs(after[0] - before[0]) > 0.2
 
+    def test_a_pre_ln_model_in_another_unit(self) -> None:
+        """x_0 and all branches times 5: the norms see the same, and so does every Jacobian."""
+        norm, reads = (
+            nn.LayerNorm(WIDTH, eps=1e-30, elementwise_affine=False),
+            [apply(square(seed)) for seed in range(4)],
+        )
+
+        def blocks(unit: float) -> list[nn.Module]:
+            return [Adds(lambda x, read=read: unit * read(norm(x))) for read in reads]
+
+        assert values(blocks(5.0), probes=2, x=5 * states()) == pytest.approx(values(blocks(1.0), probes=2), rel=1e-9)
+
 
 class TestInitialisation:
     """What a random network scores, raw: facts about initialisations, not about depth used."""

@@ -96,6 +96,8 @@ class Jacobians:
         found = Cotangents.of(anatomy, "both", settings.seed)
         self.cotangents = replace(found, names=found.names[:1])
         self.notes = [*notes, *found.notes]
+        if self.variant:
+            self.notes.append("Random unit vectors at the last state take the place of the loss's gradient.")
         self._sublayers = Units(anatomy)
 
     @property
