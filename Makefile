@@ -12,8 +12,9 @@ help:  ## list the targets
 
 setup: .venv/ready  ## make .venv, or bring it up to date
 
-demo: setup  ## set up, analyze the checkpoint in data/ and write its report
-	$(BIN)/depthprobe analyze data/gpt2-manual --out reports/gpt2-manual
+demo: setup  ## set up, analyze the pre-LN and the post-LN checkpoint in data/ and write their reports
+	$(BIN)/depthprobe analyze data/checkpoints/pre --out reports/pre
+	$(BIN)/depthprobe analyze data/checkpoints/post --out reports/post
 
 test: setup weights  ## set up, fetch the real models, then lint, check types and run every test
 	$(BIN)/ruff check
@@ -24,9 +25,10 @@ test: setup weights  ## set up, fetch the real models, then lint, check types an
 weights: setup  ## fetch the two real models (90 MB each) into .weights, unless they are there
 	$(BIN)/python scripts/fetch_weights.py
 
-bench: weights  ## measure what the probes cost beside bare forward passes, and a shared sweep beside the plain loop
+bench: weights  ## measure what probes, sweep and trainer cost beside what one would write without depthprobe
 	$(BIN)/python analyses/bench_probes.py
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python analyses/bench_sweep.py
+	$(BIN)/python analyses/bench_lab.py
 
 lint: setup  ## check style and types
 	$(BIN)/ruff check

@@ -24,6 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # two runs of one thread get more
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from depthprobe.lab import LabConfig, TrainSettings, train
 from depthprobe.progress import say
@@ -58,9 +59,12 @@ seed {grid.seed}, one run each, by validation loss; then {final.steps:,} steps w
 nothing. A choice at the edge of the grid may not be the best there is.
 
 - Command: `python data/{script}`.
-- {versions}; {machine}, CPU, one thread.
-- Text: {text}; sha256 `{sha}`. It is not kept here, and holds nothing that `analyze` reads by default. It is under
-  Python's licence (PSF-2.0), the weights are under this repository's.
+- {versions};
+  {machine}, CPU, one thread.
+- Text: {text}, sha256
+  `{sha}`.
+  It is not kept here, and holds nothing that `analyze` reads by default. It is under Python's licence (PSF-2.0), the
+  weights are under this repository's.
 - Weights are stored as float16 and loaded as float32. `run.json` beside each has every setting.
 """
 
@@ -183,6 +187,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "checkpoints", help="where the chosen models go")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, a thread each")
     options = parser.parse_args()
+    logging.disable_progress_bar()
     options.out.mkdir(parents=True, exist_ok=True)
     rows = perform_all(grid(), options.work, options.workers)
     write_rows(rows, options.out / "grid.csv")
