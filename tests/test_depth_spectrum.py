@@ -12,10 +12,12 @@ from families import ids
 from paths_by_hand import Paths, block_units, gradient, lab_start, lab_sums, lab_tail, matrices, sublayer_units
 from torch import Tensor, nn
 
+from depthprobe import Checkpoint
 from depthprobe.depth import passages
 from depthprobe.depth.path_elasticity_raw import path_elasticity_raw
 from depthprobe.depth.path_spectrum import path_spectrum
 from depthprobe.lab import LabConfig, LabForCausalLM
+from depthprobe.prepare import prepare
 
 IDS = ids(2, 6, vocab=20)
 WIDTH = 32
@@ -133,3 +135,18 @@ def test_the_elasticity_is_the_mean_of_k_over_products_with_the_whole() -> None:
     mean = (np.arange(7) * squares).sum() / squares[1:].sum()
     assert path_spectrum(anatomy, corpus_of(x)).rows[0].value == pytest.approx(mean, rel=1e-9)
     assert abs(mean - 2) > 0.02
+
+
+@pytest.mark.real
+def test_a_real_model(smollm2: Checkpoint) -> None:
+    """SmolLM2-135M: the parts cancel, and less of the depth is counted the later one starts."""
+    _, corpus, anatomy = prepare(smollm2, tokens=32, seq_len=32)
+    rows = {row.name: row for row in path_spectrum(anatomy, corpus).rows}
+    assert rows["path_cross"].value < 1e-4
+    assert "means nothing" in rows["path_spectrum"].note
+    raw = path_elasticity_raw(anatomy, corpus)
+    values = [
+        raw.value("path_elasticity_raw", v).value for v in ("", "from block 12", "from block 20", "from block 24")
+    ]
+    assert values == sorted(values, reverse=True)
+    assert values[0] > 4 > 2 > values[-1]

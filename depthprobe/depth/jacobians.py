@@ -67,6 +67,7 @@ class Jacobians:
     """A model whose units can be run and differentiated one by one. Use as a context; weights are left as found.
 
     Args:
+        name: of the estimator, for messages.
         anatomy: the verified model.
         corpus: its sequences.
         unit: `block` or `sublayer`.
