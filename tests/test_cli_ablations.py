@@ -60,11 +60,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def analyzed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A report without ablations, to be copied."""
+    """A report without ablations and gradients, to be copied."""
     out = tmp_path_factory.mktemp("analyzed") / "report"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("depthprobe.report.figures.render", lambda *_, **__: b"")
-        assert run("analyze", folder / "tiny", "--data", folder / "ids.npy", "--no-ablations", "--out", out) == 0
+        options = ("--no-ablations", "--gradient-tokens", "0", "--out", out)
+        assert run("analyze", folder / "tiny", "--data", folder / "ids.npy", *options) == 0
     return out
 
 
