@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from gradient_models import Chain, Steps
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 import depthprobe
@@ -100,8 +101,6 @@ def test_analyze_without_gradients(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_derivative_is_analyzed_all_the_same() -> None:
-    from test_gradients import Chain, Steps
-
     model = Chain([1.0, 2.0])
     model.blocks = torch.nn.ModuleList([Steps(1.0), Steps(2.0)])
     inputs = torch.arange(12).reshape(2, 6)
