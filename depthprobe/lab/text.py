@@ -47,19 +47,29 @@ class Source(Protocol):
     """
 
     @property
-    def name(self) -> str: ...  # noqa: D102
+    def name(self) -> str:
+        """What stands in the record of the run."""
+        ...
 
     @property
-    def sha256(self) -> str: ...  # noqa: D102
+    def sha256(self) -> str:
+        """Of the text or the ids."""
+        ...
 
     @property
-    def vocab_size(self) -> int: ...  # noqa: D102
+    def vocab_size(self) -> int:
+        """Ids are below it."""
+        ...
 
     @property
-    def frequencies(self) -> NDArray[np.float64] | None: ...  # noqa: D102
+    def frequencies(self) -> NDArray[np.float64] | None:
+        """Of every id in training, `[vocabulary]`; None where they say nothing."""
+        ...
 
     @property
-    def validation(self) -> tuple[Tensor, Tensor]: ...  # noqa: D102
+    def validation(self) -> tuple[Tensor, Tensor]:
+        """Ids and labels, int64 `[sequences, tokens]`."""
+        ...
 
     def batch(self, seed: int, step: int, rows: int) -> tuple[Tensor, Tensor]:
         """Ids and labels, int64 `[rows, tokens]`: a function of the seed and the step alone.
