@@ -339,7 +339,9 @@ class TestStopped:
 class TestAnalyze:
     def test_the_default_sweep_is_part_of_it(self, folder: Path, analyzed: Path, tmp_path: Path) -> None:
         out = tmp_path / "report"
-        assert run("analyze", folder / "tiny", "--data", folder / "ids.npy", "--out", out) == 0
+        assert (
+            run("analyze", folder / "tiny", "--data", folder / "ids.npy", "--gradient-tokens", "0", "--out", out) == 0
+        )
         kl = ablations(out).query("metric == 'kl'")
         want = {("skip", str(i)) for i in range(4)}
         want |= {(kind, f"{i},{i + 1}") for kind in ("merge", "swap") for i in range(3)}
