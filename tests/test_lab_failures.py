@@ -43,7 +43,7 @@ import sys, torch
 from pathlib import Path
 torch.set_num_threads(1)
 from lab_runs import run
-run(Path(sys.argv[1]), steps=100_000 if len(sys.argv) > 2 else 60, eval_every=20, save_at=(0, 50))
+run(Path(sys.argv[1]), steps=60, eval_every=20, save_at=(0, 50))
 """
 
 
@@ -53,14 +53,16 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     out, hold = tmp_path / "killed", tmp_path / "hold"
     script = KILLED.replace("run(Path", f"import depthprobe.lab.loop as loop\n{_SLOW.format(hold=str(hold))}\nrun(Path")
-    process = subprocess.Popen([sys.executable, "-c", script, str(out)], env=environment)
-    until = time.monotonic() + 400
-    while not hold.exists():  # it waits at step 53 of 60, the last state being that of step 40
-        assert process.poll() is None
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    with subprocess.Popen([sys.executable, "-c", script, str(out)], env=environment) as process:
+        try:
+            until = time.monotonic() + 900
+            while not hold.exists():  # it waits at step 53 of 60, the last state being that of step 40
+                assert process.poll() is None
+                assert time.monotonic() < until
+                time.sleep(0.01)
+        finally:
+            os.kill(process.pid, signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
     assert record(out)["status"] == "running"
     assert not (out / "model.safetensors").exists()
     assert rows(out)[-1]["step"] == 50, "the log is ahead of the state, and has to be cut"
@@ -94,7 +96,7 @@ update = loop.Loop._update
 def held(self, step):
     if step == 52:
         Path({hold!r}).write_text("")
-        time.sleep(600)
+        time.sleep(3600)
     update(self, step)
 loop.Loop._update = held
 """

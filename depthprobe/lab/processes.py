@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +42,12 @@ class Processes:
             dist.all_reduce(values)
             values /= self.count
         return values
+
+    def generators_kept(self) -> AbstractContextManager[None]:
+        """What is drawn inside leaves torch's random numbers for what comes after as they were."""
+        devices = [self.device] if self.device.type == "cuda" else []
+        kept: AbstractContextManager[None] = torch.random.fork_rng(devices)
+        return kept
 
     def wait(self) -> None:
         """Until all are here."""

@@ -107,7 +107,7 @@ def train(
     """
     settings, out = settings or TrainSettings(), Path(out)
     settings.check()
-    with started(settings.device) as processes, torch.random.fork_rng():
+    with started(settings.device) as processes, processes.generators_kept():
         if settings.batch_size % (settings.accumulate * processes.count):
             raise UsageError(
                 f"a batch of {settings.batch_size} sequences",
