@@ -1,0 +1,50 @@
+"""The models in data/known-depth: each does its task, and is the smallest that the table of runs has for it."""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from depthprobe.lab.model import LabForCausalLM
+from depthprobe.lab.task_training import LEARNED, accuracy
+from depthprobe.lab.tasks import make_task
+
+DATA = Path(__file__).resolve().parents[1] / "data"
+MODELS = sorted(path.parent for path in DATA.glob("known-depth/*/*/config.json"))
+
+
+def runs() -> list[dict[str, str]]:
+    with (DATA / "results" / "known_depth.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_there_are_some_of_both_placements() -> None:
+    assert {path.name for path in MODELS} == {"pre", "post"}
+    assert len(MODELS) >= 6
+
+
+@pytest.mark.parametrize("folder", MODELS, ids=lambda path: f"{path.parent.name}-{path.name}")
+def test_it_does_its_task(folder: Path) -> None:
+    name, _, k = folder.parent.name.partition("-")
+    task = make_task(name, int(k))
+    model = LabForCausalLM.from_pretrained(folder)
+    assert model.dtype == torch.float32
+    assert model.config.placement == folder.name
+    assert accuracy(model, task)[0] >= LEARNED - 0.002  # the weights were rounded since
+    ids, labels = task.validation
+    np.testing.assert_array_equal(np.load(folder.parent / "ids.npy"), ids)
+    np.testing.assert_array_equal(np.load(folder.parent / "labels.npy"), labels)
+
+
+@pytest.mark.parametrize("folder", MODELS, ids=lambda path: f"{path.parent.name}-{path.name}")
+def test_less_blocks_were_tried_with_as_many_updates(folder: Path) -> None:
+    name, _, k = folder.parent.name.partition("-")
+    blocks = LabForCausalLM.from_pretrained(folder).config.num_hidden_layers
+    mine = [r for r in runs() if (r["task"], r["k"], r["placement"]) == (name, k, folder.name)]
+    assert any(r["status"] == "learned" for r in mine if int(r["blocks"]) == blocks)
+    fewer = [r for r in mine if int(r["blocks"]) == blocks - 1]
+    assert all(r["status"] == "not learned" and r["steps"] == r["budget"] for r in fewer)
+    assert len({r["seed"] for r in fewer}) >= 2 or blocks == 1
+    assert len({r["budget"] for r in mine}) == 1
