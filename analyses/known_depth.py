@@ -33,13 +33,13 @@ from depthprobe.errors import DepthprobeError, OutputError, UsageError
 from depthprobe.formats import undisturbed
 from depthprobe.lab import LabForCausalLM
 from depthprobe.lab.runlog import errors_of, save_model
-from depthprobe.lab.search import RECIPES, Found, Job, Line, Recipe, Run, answers, learn, wanted
+from depthprobe.lab.search import RECIPES, Found, Job, Line, Recipe, Run, answers, end_with, learn, wanted
 from depthprobe.lab.task_training import LEARNED, accuracy
 from depthprobe.lab.tasks import TASKS, make_task
 from depthprobe.progress import say
 
 PLACEMENTS = ("pre", "post")
-KS = {"chase": (1, 2, 3, 4), "moves": (1, 2, 3, 4, 5), "products": (2, 3, 4, 6)}
+KS = {"chase": (1, 2, 3), "moves": (1, 2, 3, 4), "products": (2, 3, 4, 6)}
 READERS: dict[str, Callable[[str], object]] = {
     "int": int,
     "str": str,
@@ -51,7 +51,7 @@ READERS: dict[str, Callable[[str], object]] = {
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", default=",".join(KS), help="which (default: %(default)s)")
-    parser.add_argument("--ks", help="which k, for every task (default: chase 1-4, moves 1-5, products 2-4 and 6)")
+    parser.add_argument("--ks", help="which k, for every task (default: chase 1-3, moves 1-4, products 2-4 and 6)")
     parser.add_argument("--placements", default=",".join(PLACEMENTS), help="which (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=2, help="runs before a number of blocks is called insufficient")
     parser.add_argument("--steps", type=int, help="updates for each of the k steps (default: by the recipe)")
@@ -77,7 +77,8 @@ def run(options: argparse.Namespace) -> None:
         with errors_of(path):
             path.mkdir(parents=True, exist_ok=True)
     running: dict[Future[Run], Job] = {}
-    pool = ProcessPoolExecutor(options.workers, mp_context=get_context("spawn"))
+    spawn = get_context("spawn")
+    pool = ProcessPoolExecutor(options.workers, spawn, initializer=end_with, initargs=(os.getpid(),))
     try:
         while True:
             for job in wanted(runs, lines, options.seeds, options.steps):
@@ -94,7 +95,7 @@ def run(options: argparse.Namespace) -> None:
         pool.shutdown(cancel_futures=True)
     found: Found = {
         (line.task, k, line.placement): blocks
-        for line in lines
+        for line in made_lines(runs)
         for k, blocks in answers(runs, line, options.seeds).items()
     }
     keep(runs, found, options)
@@ -118,6 +119,19 @@ def plan(options: argparse.Namespace) -> list[Line]:
         for k in line.ks:
             make_task(line.task, k)
     return lines
+
+
+def made_lines(runs: Sequence[Run]) -> list[Line]:
+    """The lines of search of all runs in the table, those of earlier starts included."""
+    every = sorted({(made.task, PLACEMENTS.index(made.placement)) for made in runs})
+    return [
+        Line(
+            task,
+            PLACEMENTS[place],
+            tuple(sorted({r.k for r in runs if (r.task, r.placement) == (task, PLACEMENTS[place])})),
+        )
+        for task, place in every
+    ]
 
 
 # What is written

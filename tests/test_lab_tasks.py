@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
+import psutil
 import pytest
 import torch
-from test_analyses import script
+from test_analyses import ROOT, script
 from transformers import AutoModelForCausalLM
 
 import depthprobe
@@ -289,6 +295,27 @@ def test_impossible_options_of_the_script(
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_workers_end_with_a_search_that_is_killed(tmp_path: Path) -> None:
+    places = [f"--{name}={tmp_path / name}" for name in ("out", "results", "work")]
+    command = [sys.executable, str(ROOT / "analyses" / "known_depth.py"), "--tasks=moves", "--ks=3", *places]
+    search = psutil.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        workers = wait_for(lambda: [one for one in search.children() if one.num_threads() > 1])
+    finally:
+        search.kill()
+        search.wait()
+    wait_for(lambda: not psutil.wait_procs(workers, timeout=0.1)[1])
+
+
+def wait_for(what: Callable[[], Any]) -> Any:
+    """What it returns once that is true."""
+    end = time.monotonic() + 60
+    while not (found := what()):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    return found
 
 
 def test_every_task_has_a_name() -> None:

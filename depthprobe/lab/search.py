@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +15,20 @@ from depthprobe.lab.settings import TrainSettings
 from depthprobe.lab.task_training import train_task
 from depthprobe.lab.tasks import make_task
 
-__all__ = ["BEYOND", "RECIPES", "Found", "Job", "Line", "Recipe", "Run", "answers", "judge", "learn", "wanted"]
+__all__ = [
+    "BEYOND",
+    "RECIPES",
+    "Found",
+    "Job",
+    "Line",
+    "Recipe",
+    "Run",
+    "answers",
+    "end_with",
+    "judge",
+    "learn",
+    "wanted",
+]
 
 BEYOND = 2  # how many blocks more than the k before needed are tried
 
@@ -47,10 +63,10 @@ class Recipe:
 RECIPES = {
     ("chase", "pre"): Recipe(1000, 32, 3e-3, 100, 1.0, True),
     ("chase", "post"): Recipe(1000, 32, 1e-3, 300, 1.0, True),
-    ("moves", "pre"): Recipe(1300, 128, 3e-3, 100, 2.0, False),
-    ("moves", "post"): Recipe(1300, 128, 1e-3, 300, 2.0, False),
+    ("moves", "pre"): Recipe(2000, 128, 3e-3, 100, 2.0, False),
+    ("moves", "post"): Recipe(2000, 128, 3e-3, 300, 2.0, False),
     ("products", "pre"): Recipe(1300, 64, 3e-3, 100, 4.0, True),
-    ("products", "post"): Recipe(1300, 64, 1e-3, 300, 4.0, True),
+    ("products", "post"): Recipe(1300, 64, 3e-3, 300, 4.0, True),
 }
 
 
@@ -178,6 +194,17 @@ def wanted(runs: Sequence[Run], lines: Sequence[Line], seeds: int, steps: int | 
         made = {(run.task, run.k, run.placement, run.blocks, run.seed) for run in runs}
         jobs.append([job for job in every if (job.task, k, job.placement, blocks, job.seed) not in made])
     return [job for rank in range(seeds) for line_jobs in jobs for job in line_jobs[rank : rank + 1]]
+
+
+def end_with(parent: int) -> None:
+    """End this process when its parent is no more: a worker whose search was killed would wait for ever."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def learn(job: Job, folder: Path) -> Run:
