@@ -39,7 +39,7 @@ from depthprobe.lab.tasks import TASKS, make_task
 from depthprobe.progress import say
 
 PLACEMENTS = ("pre", "post")
-KS = {"chase": (1, 2, 3), "moves": (1, 2, 3, 4), "products": (2, 3, 4, 6)}
+KS = {"chase": (1, 2, 3), "moves": (2, 3, 4), "products": (3, 4, 6)}
 READERS: dict[str, Callable[[str], object]] = {
     "int": int,
     "str": str,
@@ -51,7 +51,7 @@ READERS: dict[str, Callable[[str], object]] = {
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", default=",".join(KS), help="which (default: %(default)s)")
-    parser.add_argument("--ks", help="which k, for every task (default: chase 1-3, moves 1-4, products 2-4 and 6)")
+    parser.add_argument("--ks", help="which k, for every task (default: chase 1-3, moves 2-4, products 3, 4 and 6)")
     parser.add_argument("--placements", default=",".join(PLACEMENTS), help="which (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=2, help="runs before a number of blocks is called insufficient")
     parser.add_argument("--steps", type=int, help="updates for each of the k steps (default: by the recipe)")

@@ -31,6 +31,7 @@ Ids = NDArray[np.int64]
 IGNORED = -100  # the label of a position that no loss is taken at, as in transformers
 TEST_SHARE = 8  # one of so many instances is for the test alone
 TEST_ROWS = 1024
+ROUNDS = 100  # after so many without a single instance there is none
 
 
 class Task(ABC):
@@ -85,12 +86,18 @@ class Task(ABC):
         return self.draw(np.random.default_rng(0), TEST_ROWS, test=True)
 
     def draw(self, rng: np.random.Generator, rows: int, *, test: bool) -> tuple[Tensor, Tensor]:
-        """Sequences about instances of the training share or of the test share, `[rows, tokens]`."""
+        """Sequences about instances of the training share or of the test share, `[rows, tokens]`.
+
+        Raises:
+            UsageError: the task is so small that there are none.
+        """
         share = 1 / TEST_SHARE if test else 1 - 1 / TEST_SHARE
         kept: list[Ids] = []
         while (missing := rows - sum(map(len, kept))) > 0:
             drawn = self._instances(rng, math.ceil(missing / share * 1.1) + 8)
             kept.append(drawn[is_test(drawn) == test])
+            if len(kept) == ROUNDS and not sum(map(len, kept)):
+                raise UsageError(f"{self.name} has too few instances for a test", "a larger task")
         ids, labels = self._sequences(rng, np.concatenate(kept)[:rows])
         return torch.from_numpy(ids), torch.from_numpy(labels)
 
@@ -182,7 +189,7 @@ class Moves(Task):
     short cut like that of `Products` is out of the reach of a small model.
 
     Attributes:
-        k: letters in a word.
+        k: letters in a word. At least 2: what is kept for the test would otherwise be moves that were never seen.
         points: that are moved.
         letters: to write words with.
     """
@@ -193,8 +200,8 @@ class Moves(Task):
     letters: int = 16
 
     def __post_init__(self) -> None:
-        if self.k < 1:
-            raise UsageError(f"a word of {self.k} letters", "at least 1")
+        if self.k < 2:
+            raise UsageError(f"a word of {self.k} letters", "at least 2")
         if min(self.points, self.letters) < 2:
             raise UsageError(f"{self.points} points and {self.letters} letters", "at least 2 of each")
 
@@ -242,8 +249,8 @@ class Products(Task):
     model can multiply neighbours first, then the products of neighbours: it needs about log2(k) blocks.
 
     Attributes:
-        k: permutations in a word. At least 2: the words that are kept for the test would otherwise be tokens that
-            were never seen.
+        k: permutations in a word. At least 3: words of two that are kept for the test would be pairs that were never
+            multiplied, which is another task.
         points: that are permuted; the group has `points`! elements.
     """
 
@@ -252,8 +259,8 @@ class Products(Task):
     points: int = 4
 
     def __post_init__(self) -> None:
-        if self.k < 2:
-            raise UsageError(f"a word of {self.k} permutations", "at least 2")
+        if self.k < 3:
+            raise UsageError(f"a word of {self.k} permutations", "at least 3")
         if not 2 <= self.points <= 5:
             raise UsageError(f"permutations of {self.points} points", "from 2 to 5, which is 120 tokens")
 
