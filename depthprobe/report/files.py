@@ -16,6 +16,7 @@ from depthprobe.report.schema import Report
 __all__ = ["check_writable", "save"]
 
 _ROOM = 16 * 2**20  # a report of 100 blocks takes about 5 MB, and is there twice while it is written
+_SOME = ("ablations", "depth")  # tables that not every report has
 _ELSEWHERE = "choose another folder with --out"
 
 
@@ -48,9 +49,9 @@ def save(report: Report, directory: Path, figure_format: str = "png") -> Path:
     if figure_format not in ("png", "svg"):
         raise UsageError(f"figures cannot be written as {figure_format!r}", "png or svg", "pass one of the two")
     contents = {"report.json": report.to_json().encode()}
-    tables = {"layers": report.layers, "pairs": report.pairs, "ablations": report.ablations}
+    tables = {"layers": report.layers, "pairs": report.pairs, "ablations": report.ablations, "depth": report.depth}
     for name, table in tables.items():
-        if name != "ablations" or not table.empty:
+        if name not in _SOME or not table.empty:
             csv = table.to_csv(index=False, lineterminator="\n")
             contents[f"{name}.csv"] = csv.encode(errors="backslashreplace")
     for name in figures.available(report):
@@ -82,7 +83,8 @@ def _write(contents: dict[str, bytes], directory: Path) -> None:
             (directory / "figures").mkdir(exist_ok=True)
             for name in contents:
                 os.replace(staging / name, directory / name)
-            ours = {f"figures/{name}.{kind}" for name in figures.NAMES for kind in ("png", "svg")} | {"ablations.csv"}
+            ours = {f"figures/{name}.{kind}" for name in figures.NAMES for kind in ("png", "svg")}
+            ours |= {f"{name}.csv" for name in _SOME}
             for name in ours - set(contents):
                 if not (directory / name).is_dir():
                     (directory / name).unlink(missing_ok=True)

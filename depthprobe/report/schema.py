@@ -14,7 +14,7 @@ import pandas as pd
 
 from depthprobe.errors import NonFiniteError, OutputError
 
-__all__ = ["ABLATION_COLUMNS", "LAYER_COLUMNS", "PAIR_COLUMNS", "SCHEMA_VERSION", "Report"]
+__all__ = ["ABLATION_COLUMNS", "DEPTH_COLUMNS", "LAYER_COLUMNS", "PAIR_COLUMNS", "SCHEMA_VERSION", "Report"]
 
 SCHEMA_VERSION = 1
 LAYER_COLUMNS = {
@@ -47,12 +47,31 @@ ABLATION_COLUMNS = {
     "ci_high": "float64",
     "n": "int64",
 }
-_TABLES = {"layers": LAYER_COLUMNS, "pairs": PAIR_COLUMNS, "ablations": ABLATION_COLUMNS}
+DEPTH_COLUMNS = {
+    "name": "str",
+    "unit": "str",
+    "variant": "str",
+    "value": "float64",
+    "ci_low": "float64",
+    "ci_high": "float64",
+    "of": "int64",
+    "passes_gate": "bool",
+    "note": "str",
+}
+_TABLES = {"layers": LAYER_COLUMNS, "pairs": PAIR_COLUMNS, "ablations": ABLATION_COLUMNS, "depth": DEPTH_COLUMNS}
 _AGAIN = "run `depthprobe analyze` again to write a new report"
 
 
 def _no_ablations() -> pd.DataFrame:
-    return pd.DataFrame({name: pd.Series(dtype=kind) for name, kind in ABLATION_COLUMNS.items()})
+    return _empty(ABLATION_COLUMNS)
+
+
+def _no_depth() -> pd.DataFrame:
+    return _empty(DEPTH_COLUMNS)
+
+
+def _empty(columns: dict[str, str]) -> pd.DataFrame:
+    return pd.DataFrame({name: pd.Series(dtype=kind) for name, kind in columns.items()})
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +107,14 @@ class Report:
         gradients: cotangents, loss, ratio, ratio_median, ratio_random (the gradient at x_1 over that at x_L; value,
             ci_low, ci_high, or None), bottom (1; 0 for a single block), fresh (seeds), sequences, tokens, corpus,
             sha256, skip_first, seconds, notes; empty where none were taken.
+        depth: the rows of `depth.csv`: name, unit, variant (empty for the default), value, ci_low, ci_high, of (N),
+            passes_gate, note; no rows where effective depth was not estimated.
+        deep: what stands beside them: estimators (one dict each: name, unit, does, misses, forward, backward, seconds),
+            gate (name, variant, passed, reason), controls (control, name, unit, variant, value, ci_low, ci_high, of),
+            curves (name of the estimator and of the curve, such as `stages/stages` → columns and rows), sequences,
+            tokens, corpus, sha256, skip_first, seconds, notes; empty where effective depth was not estimated.
+        phases: phases of computation: clusters of layers, and what can be read from each state; empty where these
+            were not looked for.
     """
 
     model: dict[str, Any]
@@ -106,6 +133,9 @@ class Report:
     ablations: pd.DataFrame = field(default_factory=_no_ablations)
     merging: dict[str, Any] = field(default_factory=dict)
     gradients: dict[str, Any] = field(default_factory=dict)
+    depth: pd.DataFrame = field(default_factory=_no_depth)
+    deep: dict[str, Any] = field(default_factory=dict)
+    phases: dict[str, Any] = field(default_factory=dict)
 
     def to_frame(self) -> pd.DataFrame:
         """A copy of the per-layer table: columns layer, unit, metric, value, ci_low, ci_high, n."""
@@ -163,7 +193,8 @@ class Report:
     def save(self, directory: str | Path, figures: Literal["png", "svg"] = "png") -> Path:
         """Write report.html, report.json, the tables and figures/ into `directory`, all or nothing.
 
-        The tables are layers.csv and pairs.csv, and ablations.csv where the model was changed.
+        The tables are layers.csv and pairs.csv, ablations.csv where the model was changed, and depth.csv where
+        effective depth was estimated.
 
         Args:
             directory: made if it is missing; files of other names in it stay as they are.
@@ -216,6 +247,7 @@ class Report:
             "layers": "layer {layer}, unit {unit}",
             "pairs": "states {i} and {j}",
             "ablations": "schedule {schedule!r}",
+            "depth": "unit {unit}, variant {variant!r}",
         }[table].format(**row)
         found = f"{row['metric']} is {row['value']} at {where} ({self.model.get('dtype')})"
         raise NonFiniteError(found, "a finite number", "try --dtype float32")
