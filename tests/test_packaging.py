@@ -124,7 +124,7 @@ def test_every_file_that_is_not_python_is_declared_and_found() -> None:
     declared = {path for pattern in setuptools["package-data"]["depthprobe"] for path in PACKAGE.glob(pattern)}
     held = {path for path in tracked() if path.is_relative_to(PACKAGE) and path.suffix != ".py"}
     assert declared == held
-    assert {path.suffix for path in held} == {".jinja", ".css", ".typed"}
+    assert {path.suffix for path in held} == {".jinja", ".css", ".csv", ".typed"}
     for path in held:
         assert importlib.resources.files("depthprobe").joinpath(*path.relative_to(PACKAGE).parts).is_file()
 

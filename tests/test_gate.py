@@ -1,0 +1,90 @@
+"""The gate: who may speak of a model, and the reasons of those who may not."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from depthprobe.depth import gate
+from depthprobe.depth.gate import CONTROLS, Static, judge, static_gate
+from depthprobe.estimate import Interval
+
+MODEL, BELOW = Interval(5.0, 4.5, 5.5), Interval(2.0, 1.5, 2.5)
+BOTH = dict.fromkeys(CONTROLS, BELOW)
+ROWS = [
+    Static("good", "", "passed", "passed", "passed", ""),
+    Static("curve", "1%", "passed", "passed", "passed", ""),
+    Static("curve", "3%", "failed", "passed", "passed", ""),
+    Static("moves", "", "passed", "failed", "passed", "a gain on the stream: 6 to 5"),
+    Static("untried", "", "passed", "passed", "not judged", ""),
+]
+
+
+@pytest.fixture(autouse=True)
+def calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "static_gate", lambda: {(row.name, row.variant): row for row in ROWS})
+
+
+def test_what_lies_above_both_controls_passes() -> None:
+    verdict = judge("good", "", MODEL, BOTH)
+    assert verdict.passed
+    assert verdict.reason == "above random-init and random-tokens"
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "reason"),
+    [
+        ("new", "", "never calibrated"),
+        ("curve", "5%", "never calibrated"),
+        ("curve", "3%", "known answers of analytic networks: failed"),
+        ("moves", "", "a gain on the stream: 6 to 5"),
+        ("untried", "", "trained models of known depth: not judged"),
+    ],
+)
+def test_what_the_calibration_did_not_pass(name: str, variant: str, reason: str) -> None:
+    verdict = judge(name, variant, MODEL, BOTH)
+    assert not verdict.passed
+    assert reason in verdict.reason
+
+
+def test_variants() -> None:
+    assert judge("curve", "1%", MODEL, BOTH).passed
+    assert judge("good", "from block 12", MODEL, BOTH).passed
+    assert not judge("moves", "from block 12", MODEL, BOTH).passed
+
+
+@pytest.mark.parametrize(
+    ("controls", "reason"),
+    [
+        ({}, "no control was run"),
+        ({"random-init": BELOW}, "the control random-tokens was not run"),
+        (BOTH | {"random-init": "no configuration"}, "random-init could not be made: no configuration"),
+        (BOTH | {"random-tokens": Interval(4.0, 3.4, 4.5)}, "not above random-tokens: 5 (4.5 to 5.5) against 4 "),
+        (BOTH | {"random-tokens": Interval(4.0, 3.4, 4.6)}, "not above random-tokens"),
+        (BOTH | {"random-init": Interval(2.0, math.nan, math.nan)}, "random-init has no interval: one sequence"),
+        (BOTH | {"other": MODEL}, "not above other"),
+    ],
+)
+def test_controls(controls: dict[str, Interval | str], reason: str) -> None:
+    verdict = judge("good", "", MODEL, controls)
+    assert not verdict.passed
+    assert reason in verdict.reason
+
+
+def test_a_model_without_an_interval() -> None:
+    verdict = judge("good", "", Interval(5.0, math.nan, math.nan), BOTH)
+    assert not verdict.passed
+    assert "one sequence" in verdict.reason
+
+
+def test_the_table_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    rows = static_gate()
+    assert {name for name, _ in rows} == {
+        "stages", "dependence", "participation", "cosine_crossing", "lens_kl_depth", "lens_overlap_depth",
+        "depth_score", "path_elasticity_raw", "path_elasticity", "path_spectrum",
+    }  # fmt: skip
+    for row in rows.values():
+        assert {row.table, row.rewrites, row.tasks} <= {"passed", "failed", "not judged"}
+        assert bool(row.reason) is not row.passed
