@@ -8,9 +8,11 @@ multiplies k permutations. A number of blocks is *sufficient* if a run answers 9
 and *insufficient* if every seed used up its updates without that; how many these are depends on the task, the
 placement and k alone. The answer is a sufficient number of blocks of which the next smaller one is insufficient.
 
-Writes a row a run to --results as it goes, and keeps the model of each answer in OUT/TASK-K/PLACEMENT, beside the ids
-and the labels of the test. A search that was stopped goes on when the same command is given again; runs that it was in
-begin anew.
+Then each task that has an answer is learned with --deep blocks too: models of equal size whose tasks need more or less.
+
+Writes a row a run to --results as it goes, and keeps the model of each answer in OUT/TASK-K/PLACEMENT, the deeper one
+in OUT/TASK-K/PLACEMENT-deep, beside the ids and the labels of the test. A search that was stopped goes on when the same
+command is given again; runs that it was in begin anew.
 """
 
 import argparse
@@ -54,6 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ks", help="which k, for every task (default: chase 1-3, moves 2-4, products 3, 4 and 6)")
     parser.add_argument("--placements", default=",".join(PLACEMENTS), help="which (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=2, help="runs before a number of blocks is called insufficient")
+    parser.add_argument("--deep", type=int, default=4, help="blocks of the deeper models, 0 for none (default: 4)")
     parser.add_argument("--steps", type=int, help="updates for each of the k steps (default: by the recipe)")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, one thread each (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("data/known-depth"), help="where the models go")
@@ -70,8 +73,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> None:
     lines = plan(options)
-    if min(options.seeds, options.workers, 1 if options.steps is None else options.steps) < 1:
-        raise UsageError("--seeds, --workers or --steps below 1", "at least 1")
+    if min(options.seeds, options.workers, 1 if options.steps is None else options.steps) < 1 or options.deep < 0:
+        raise UsageError("--seeds, --workers or --steps below 1, or --deep below 0", "at least 1, or 0 for --deep")
     runs = read(options.results, options.steps)
     for path in (options.results.parent, options.work, options.out):
         with errors_of(path):
@@ -81,7 +84,7 @@ def run(options: argparse.Namespace) -> None:
     pool = ProcessPoolExecutor(options.workers, spawn, initializer=end_with, initargs=(os.getpid(),))
     try:
         while True:
-            for job in wanted(runs, lines, options.seeds, options.steps):
+            for job in wanted(runs, lines, options.seeds, options.steps) or deeper(runs, lines, options):
                 if len(running) < options.workers and job not in running.values():
                     running[pool.submit(learn, job, options.work)] = job
             if not running:
@@ -101,6 +104,19 @@ def run(options: argparse.Namespace) -> None:
     keep(runs, found, options)
     print(table(runs, found))
     print(f"\nWrote {options.results}; the models are in {options.out}.")
+
+
+def deeper(runs: Sequence[Run], lines: Sequence[Line], options: argparse.Namespace) -> list[Job]:
+    """For every answer a run with more blocks than it takes, of the first seed that may yet learn it."""
+    jobs = []
+    for line in lines:
+        for k, blocks in answers(runs, line, options.seeds).items():
+            made = of(runs, line.task, k, line.placement, options.deep)
+            if blocks is None or blocks >= options.deep or len(made) == options.seeds or any(r.learned for r in made):
+                continue
+            budget = k * (options.steps or RECIPES[line.task, line.placement].steps)
+            jobs.append(Job(line.task, k, line.placement, options.deep, len(made), budget))
+    return jobs
 
 
 def plan(options: argparse.Namespace) -> list[Line]:
@@ -188,26 +204,15 @@ def of(runs: Sequence[Run], task: str, k: int, placement: str, blocks: int) -> l
 
 
 def keep(runs: Sequence[Run], found: Found, options: argparse.Namespace) -> None:
-    """The model of each answer, rounded to float16 and to be loaded as float32, and the test beside it."""
+    """The model of each answer, and the deeper one, in float16, to be loaded as float32; the tests beside."""
     for (name, k, placement), blocks in found.items():
         if blocks is None:
             continue
-        made = next(made for made in of(runs, name, k, placement, blocks) if made.learned)
-        source = options.work / Job(name, k, placement, blocks, made.seed, made.budget).name
         folder, task = options.out / f"{name}-{k}", make_task(name, k)
-        target = folder / placement
-        if not (source / "config.json").exists():
-            if (target / "config.json").exists():
-                continue  # kept by an earlier start
-            raise OutputError(f"{source} is not there", "the model of a run that learned its task", "remove its row")
-        shutil.rmtree(target, ignore_errors=True)
-        with undisturbed(local=True):
-            model = LabForCausalLM.from_pretrained(source).half()
-        save_model(model, None, target)
-        config = json.loads((target / "config.json").read_text()) | {"dtype": "float32"}
-        (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        if (stored := accuracy(model.float(), task)[0]) < LEARNED:
-            say(f"{target}: {stored:.4f} with weights in float16")
+        keep_model(next(made for made in of(runs, name, k, placement, blocks) if made.learned), folder, "", options)
+        if blocks < options.deep:
+            for made in [made for made in of(runs, name, k, placement, options.deep) if made.learned][:1]:
+                keep_model(made, folder, "-deep", options)
         ids, labels = task.validation
         np.save(folder / "ids.npy", ids.numpy().astype(np.uint8))
         np.save(folder / "labels.npy", labels.numpy().astype(np.int16))
@@ -216,25 +221,52 @@ def keep(runs: Sequence[Run], found: Found, options: argparse.Namespace) -> None
         (options.out / "README.md").write_text(readme(runs, found))
 
 
+def keep_model(made: Run, folder: Path, suffix: str, options: argparse.Namespace) -> None:
+    """Copy the model of a run, unless an earlier start did."""
+    source = options.work / Job(made.task, made.k, made.placement, made.blocks, made.seed, made.budget).name
+    target = folder / f"{made.placement}{suffix}"
+    if not (source / "config.json").exists():
+        if (target / "config.json").exists():
+            return
+        raise OutputError(f"{source} is not there", "the model of a run that learned its task", "remove its row")
+    shutil.rmtree(target, ignore_errors=True)
+    with undisturbed(local=True):
+        model = LabForCausalLM.from_pretrained(source).half()
+    save_model(model, None, target)
+    config = json.loads((target / "config.json").read_text()) | {"dtype": "float32"}
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if (stored := accuracy(model.float(), make_task(made.task, made.k))[0]) < LEARNED:
+        say(f"{target}: {stored:.4f} with weights in float16")
+
+
 def table(runs: Sequence[Run], found: Found) -> str:
     """The answers, in markdown."""
     rows = [
-        "| task | k | placement | blocks needed | accuracy | updates | at most | with one block less, by seed |",
-        "|---|---|---|---|---|---|---|---|",
+        "| task | k | placement | blocks needed | accuracy | updates | at most | with a block less, by seed | deeper |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for (task, k, placement), blocks in found.items():
         if blocks is None:
             tried = [made.blocks for made in runs if (made.task, made.k, made.placement) == (task, k, placement)]
             best = max(made.accuracy for made in of(runs, task, k, placement, max(tried)))
-            rows.append(f"| {task} | {k} | {placement} | not learned with {max(tried)} | {best:.3f} | | | |")
+            rows.append(f"| {task} | {k} | {placement} | not learned with {max(tried)} | {best:.3f} | | | | |")
             continue
         made = next(made for made in of(runs, task, k, placement, blocks) if made.learned)
         less = ", ".join(f"{other.accuracy:.3f}" for other in of(runs, task, k, placement, blocks - 1))
         rows.append(
             f"| {task} | {k} | {placement} | {blocks} | {made.accuracy:.3f} | {made.steps:,} | {made.budget:,} "
-            f"| {less or '–'} |"
+            f"| {less or '–'} | {beyond(runs, made)} |"
         )
     return "\n".join(rows)
+
+
+def beyond(runs: Sequence[Run], least: Run) -> str:
+    """What became of more blocks than needed."""
+    more = [made for made in runs if (made.task, made.k, made.placement) == (least.task, least.k, least.placement)]
+    deepest = max(more, key=lambda made: (made.blocks, made.learned))
+    if deepest.blocks <= least.blocks:
+        return "–"
+    return f"{deepest.blocks} blocks: {deepest.accuracy:.3f} after {deepest.steps:,}"
 
 
 def readme(runs: Sequence[Run], found: Found) -> str:
@@ -269,9 +301,10 @@ depth, which must put them in the order of these numbers. Made by `python analys
 {table}
 
 Accuracies are those of the answers after k steps, on 1,024 sequences whose lists or words no training sequence has. The
-last column is what the runs with one block less reached when their updates were used up; where nothing stands there,
-one block is enough. A longer or better training may learn a task with fewer blocks: the numbers hold for these recipes,
-which were chosen by hand on some of the k before the search.
+column before the last is what the runs with one block less reached when their updates were used up; where nothing
+stands there, one block is enough. The last column is about the models in the folders whose names end in -deep, which
+have more blocks than their task needs. A longer or better training may learn a task with fewer blocks: the numbers hold
+for these recipes, which were chosen by hand on some of the k before the search.
 
 | task | placement | {names} |
 |---|---|{rule}|

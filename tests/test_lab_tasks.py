@@ -252,12 +252,14 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def arguments(folder: Path) -> list[str]:
     places = [f"--{name}={folder / name}" for name in ("out", "results", "work")]
-    return ["--tasks=chase", "--ks=1", "--placements=pre", "--workers=1", *places]
+    return ["--tasks=chase", "--ks=1", "--placements=pre", "--workers=1", "--deep=2", *places]
 
 
 def test_the_script_keeps_the_model_and_its_test(kept: Path) -> None:
     rows = pd.read_csv(kept / "results")
-    assert rows[["task", "k", "placement", "blocks", "learned"]].to_numpy().tolist() == [["chase", 1, "pre", 1, 1]]
+    assert rows[["task", "k", "placement", "blocks", "learned"]].to_numpy().tolist() == [
+        ["chase", 1, "pre", blocks, 1] for blocks in (1, 2)
+    ]
     folder, task = kept / "out" / "chase-1", PointerChase(1)
     ids, labels = (np.load(folder / f"{name}.npy") for name in ("ids", "labels"))
     assert np.array_equal(ids, task.validation[0])
@@ -270,6 +272,7 @@ def test_the_script_keeps_the_model_and_its_test(kept: Path) -> None:
     text = (kept / "out" / "README.md").read_text()
     assert task.sha256 in text
     assert "| chase | 1 | pre | 1 | " in text
+    assert AutoModelForCausalLM.from_pretrained(folder / "pre-deep").config.num_hidden_layers == 2
 
 
 def test_a_kept_model_can_be_analysed(kept: Path) -> None:
