@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from typing import Any
 
 import seaborn as sns
 from matplotlib import rc_context
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -16,7 +18,7 @@ from depthprobe.report.panels import LIGHT, PANELS, Theme
 from depthprobe.report.schema import Report
 from depthprobe.report.tables import by_layer, highest, lowest, number, units_of
 
-__all__ = ["NAMES", "alt_text", "available", "reason_missing", "render"]
+__all__ = ["NAMES", "alt_text", "available", "drawn", "reason_missing", "render"]
 
 _BY_NAME = {panel.name: panel for panel in (*PANELS, *GRADIENT_PANELS, *ABLATION_PANELS)}
 NAMES = tuple(_BY_NAME)
@@ -46,13 +48,28 @@ def render(report: Report, name: str, file_format: str = "png", theme: Theme = L
         theme: `LIGHT` or `DARK`.
     """
     chosen = _BY_NAME[name]
+    return drawn(lambda axes: chosen.draw(report, axes, theme), chosen.height, chosen.rows, file_format, theme)
+
+
+def drawn(
+    draw: Callable[[list[Axes]], None], height: float, rows: int = 1, file_format: str = "png", theme: Theme = LIGHT
+) -> bytes:
+    """What `draw` puts onto its axes, in the style of every figure, as the bytes of a file.
+
+    Args:
+        draw: is given `rows` axes, one above the other.
+        height: in inches; the width is 6.
+        rows: number of axes.
+        file_format: `png` or `svg`.
+        theme: `LIGHT` or `DARK`.
+    """
     with rc_context(_FILES), sns.axes_style("whitegrid", rc=_style(theme)), sns.plotting_context("paper", rc=_SIZES):
         layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06)
-        figure = Figure(figsize=(_WIDTH, chosen.height), layout=layout, facecolor=theme.background)
-        axes = list(figure.subplots(chosen.rows, 1, sharex=chosen.rows > 1, squeeze=False)[:, 0])
-        chosen.draw(report, axes, theme)
+        figure = Figure(figsize=(_WIDTH, height), layout=layout, facecolor=theme.background)
+        axes = list(figure.subplots(rows, 1, sharex=rows > 1, squeeze=False)[:, 0])
+        draw(axes)
         sns.despine(fig=figure)
-        if chosen.rows > 1:
+        if rows > 1:
             axes[0].set_xlabel("")
         buffer = io.BytesIO()
         # no date inside: the same report gives the same bytes

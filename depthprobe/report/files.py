@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from depthprobe.errors import OutputError, UsageError
 from depthprobe.report import figures, html
 from depthprobe.report.schema import Report
 
-__all__ = ["check_writable", "save"]
+__all__ = ["check_writable", "save", "write_whole"]
 
 _ROOM = 16 * 2**20  # a report of 100 blocks takes about 5 MB, and is there twice while it is written
 _SOME = ("ablations", "depth")  # tables that not every report has
@@ -57,12 +57,27 @@ def save(report: Report, directory: Path, figure_format: str = "png") -> Path:
     for name in figures.available(report):
         contents[f"figures/{name}.{figure_format}"] = figures.render(report, name, figure_format)
     contents["report.html"] = html.page(report).encode(errors="backslashreplace")
-    with _errors(directory):
-        _write(contents, directory)
+    ours = {f"figures/{name}.{kind}" for name in figures.NAMES for kind in ("png", "svg")}
+    write_whole(contents, directory, ours | {f"{name}.csv" for name in _SOME})
     return directory / "report.html"
 
 
-def _write(contents: dict[str, bytes], directory: Path) -> None:
+def write_whole(contents: dict[str, bytes], directory: Path, stale: Set[str] = frozenset()) -> None:
+    """Write files to a folder, all of them or none; files of other names in it stay as they are.
+
+    Args:
+        contents: path within the folder → what the file holds.
+        directory: made if it is missing.
+        stale: paths of an earlier writing, which are removed unless they are among `contents`.
+
+    Raises:
+        OutputError: the folder cannot be written; nothing is left behind.
+    """
+    with _errors(directory):
+        _write(contents, directory, stale)
+
+
+def _write(contents: dict[str, bytes], directory: Path, stale: Set[str]) -> None:
     """Write all of it to a folder on the same disk first: what can fail fails before anything is replaced."""
     exists = directory.is_dir()
     home = _nearest(directory)
@@ -80,12 +95,10 @@ def _write(contents: dict[str, bytes], directory: Path) -> None:
                 file.flush()
                 os.fsync(file.fileno())
         if exists:
-            (directory / "figures").mkdir(exist_ok=True)
             for name in contents:
+                (directory / name).parent.mkdir(exist_ok=True)
                 os.replace(staging / name, directory / name)
-            ours = {f"figures/{name}.{kind}" for name in figures.NAMES for kind in ("png", "svg")}
-            ours |= {f"{name}.csv" for name in _SOME}
-            for name in ours - set(contents):
+            for name in stale - contents.keys():
                 if not (directory / name).is_dir():
                     (directory / name).unlink(missing_ok=True)
         else:

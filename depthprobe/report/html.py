@@ -19,25 +19,26 @@ from depthprobe.report.gradient_panels import GRADIENT_PANELS
 from depthprobe.report.panels import DARK, LIGHT, PANELS, Panel, Theme
 from depthprobe.report.schema import Report
 
-__all__ = ["fragment", "page"]
+__all__ = ["data_uri", "environment", "fragment", "page", "resource"]
 
 
 def page(report: Report) -> str:
     """The whole page, figures included in a light and a dark variant."""
-    return _environment().get_template("page.html.jinja").render(**_common(report), **_details(report))
+    return environment().get_template("page.html.jinja").render(**_common(report), **_details(report))
 
 
 def fragment(report: Report) -> str:
     """What a notebook shows: the findings and one line a layer."""
-    return _environment().get_template("fragment.html.jinja").render(
+    return environment().get_template("fragment.html.jinja").render(
         **_common(report), table=tables.layer_table(report, 12)
     )  # fmt: skip
 
 
 @cache
-def _environment() -> jinja2.Environment:
+def environment() -> jinja2.Environment:
+    """The templates of this folder, with the filters that they write numbers and formulas by."""
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(_resource),
+        loader=jinja2.FunctionLoader(resource),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -50,7 +51,8 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-def _resource(name: str) -> str:
+def resource(name: str) -> str:
+    """The text of a file of this folder."""
     return (files("depthprobe.report") / name).read_text(encoding="utf-8")
 
 
@@ -69,7 +71,9 @@ def _common(report: Report) -> dict[str, Any]:
 def _details(report: Report) -> dict[str, Any]:
     used = tables.metrics_used(report)
     return {
-        "css": _resource("page.css"),
+        "css": resource("page.css"),
+        "title": report.model["name"],
+        "version": report.run["depthprobe"],
         "sections": _sections(report, PANELS, used),
         "gradients": _gradients(report, used) if report.gradients else None,
         "changes": None if report.ablations.empty else _changes(report, used),
@@ -93,8 +97,8 @@ def _sections(report: Report, panels: tuple[Panel, ...], used: set[str]) -> list
         section: dict[str, Any] = {"panel": panel, "reason": reason, "metrics": _entries(panel.metrics, used)}
         if panel.name in there:
             section |= {
-                "light": _data_uri(report, panel.name, LIGHT),
-                "dark": _data_uri(report, panel.name, DARK),
+                "light": _image(report, panel.name, LIGHT),
+                "dark": _image(report, panel.name, DARK),
                 "alt": figures.alt_text(report, panel.name),
                 "height": round(panel.height * 96),
             }
@@ -144,8 +148,13 @@ def _entries(names: tuple[str, ...], used: set[str]) -> list[Metric]:
     return [METRICS[name] for name in names if name in used]
 
 
-def _data_uri(report: Report, name: str, theme: Theme) -> str:
-    return "data:image/svg+xml;base64," + base64.b64encode(figures.render(report, name, "svg", theme)).decode()
+def data_uri(svg: bytes) -> str:
+    """An image that a page carries in itself."""
+    return "data:image/svg+xml;base64," + base64.b64encode(svg).decode()
+
+
+def _image(report: Report, name: str, theme: Theme) -> str:
+    return data_uri(figures.render(report, name, "svg", theme))
 
 
 def _notes(report: Report) -> list[str]:
