@@ -15,18 +15,25 @@ if TYPE_CHECKING:
     from depthprobe.ablation import Ablations, ablate
     from depthprobe.analysis import analyze, inspect
     from depthprobe.checkpoint import Checkpoint, load
+    from depthprobe.comparison import compare
+    from depthprobe.effective import Effective, effective_depth
     from depthprobe.errors import DepthprobeError
     from depthprobe.gradient import Gradients, gradients
     from depthprobe.report import Report
+    from depthprobe.report.compare_schema import Comparison
 
 __all__ = [
     "Ablations",
     "Checkpoint",
+    "Comparison",
     "DepthprobeError",
+    "Effective",
     "Gradients",
     "Report",
     "ablate",
     "analyze",
+    "compare",
+    "effective_depth",
     "gradients",
     "inspect",
     "load",
@@ -40,9 +47,13 @@ _HOMES = {
     "Checkpoint": "checkpoint",
     "load": "checkpoint",
     "DepthprobeError": "errors",
+    "Effective": "effective",
+    "effective_depth": "effective",
     "Gradients": "gradient",
     "gradients": "gradient",
     "Report": "report",
+    "Comparison": "report.compare_schema",
+    "compare": "comparison",
 }
 
 _register()  # so that transformers' AutoModelForCausalLM opens the lab's checkpoints; imports nothing by itself

@@ -12,6 +12,8 @@ import typer
 
 from depthprobe.commands.ablate import ablate
 from depthprobe.commands.analyze import analyze
+from depthprobe.commands.compare import compare
+from depthprobe.commands.depth import depth
 from depthprobe.commands.gradients import gradients
 from depthprobe.commands.inspect import inspect
 from depthprobe.commands.metrics import metrics
@@ -53,7 +55,7 @@ def _root(
     pass
 
 
-for command in (analyze, inspect, ablate, stages, prune, gradients, train, metrics):
+for command in (analyze, inspect, ablate, stages, prune, depth, gradients, compare, train, metrics):
     app.command()(command)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from depthprobe.report.ablation_findings import CHANGES
 from depthprobe.report.ablation_tables import sequences
+from depthprobe.report.depth_tables import depth_finding
 from depthprobe.report.gradient_tables import gradient_finding
 from depthprobe.report.schema import Report
 from depthprobe.report.tables import (
@@ -25,7 +26,7 @@ from depthprobe.report.tables import (
     units_of,
     with_interval,
 )
-from depthprobe.report.words import FEW, Finding, ends, plural
+from depthprobe.report.words import FEW, Finding, capital, ends, plural
 
 __all__ = ["caveat", "findings", "headline", "sentences"]
 
@@ -38,6 +39,7 @@ def findings(report: Report) -> list[Finding]:
     topics: tuple[Callable[[Report], Finding | None], ...] = (
         _growth,
         _updates,
+        depth_finding,
         *CHANGES,
         _ratio,
         _alignment,
@@ -173,7 +175,7 @@ def _alignment(report: Report) -> Finding | None:
     if not units:
         return None
     said = [f"{_article(unit)} {_signs(report, unit)}" for unit in units]
-    return Finding("Alignment", f"{_capital(said[0])}.", " ".join(f"{_capital(words)}." for words in said[1:]))
+    return Finding("Alignment", f"{capital(said[0])}.", " ".join(f"{capital(words)}." for words in said[1:]))
 
 
 def _signs(report: Report, unit: str) -> str:
@@ -339,10 +341,6 @@ def _millions(parameters: int) -> str:
 
 def _article(unit: str) -> str:
     return {"block": "the blocks' update", "attention": "attention's", "mlp": "the MLP's"}[unit]
-
-
-def _capital(text: str) -> str:
-    return text[0].upper() + text[1:]
 
 
 def _times(count: int) -> str:

@@ -12,8 +12,9 @@ import jinja2
 import markupsafe
 
 from depthprobe.glossary import METRICS, NOTATION, Metric
-from depthprobe.report import ablation_tables, figures, gradient_tables, tables
+from depthprobe.report import ablation_tables, depth_tables, figures, gradient_tables, tables
 from depthprobe.report.ablation_panels import ABLATION_PANELS
+from depthprobe.report.depth_panels import DEPTH_PANELS
 from depthprobe.report.findings import caveat, findings, headline
 from depthprobe.report.gradient_panels import GRADIENT_PANELS
 from depthprobe.report.panels import DARK, LIGHT, PANELS, Panel, Theme
@@ -75,6 +76,7 @@ def _details(report: Report) -> dict[str, Any]:
         "title": report.model["name"],
         "version": report.run["depthprobe"],
         "sections": _sections(report, PANELS, used),
+        "deep": _deep(report, used) if report.deep else None,
         "gradients": _gradients(report, used) if report.gradients else None,
         "changes": None if report.ablations.empty else _changes(report, used),
         "skipped": tables.skipped_rows(report),
@@ -105,6 +107,17 @@ def _sections(report: Report, panels: tuple[Panel, ...], used: set[str]) -> list
         if panel.name in there or reason:
             sections.append(section)
     return sections
+
+
+def _deep(report: Report, used: set[str]) -> dict[str, Any]:
+    """What the page shows of effective depth."""
+    return {
+        "facts": depth_tables.depth_facts(report),
+        "sections": _sections(report, DEPTH_PANELS, used),
+        "controls": [depth_tables.CONTROLS[name] for name in depth_tables.control_names(report)],
+        "lines": depth_tables.depth_lines(report),
+        "costs": depth_tables.costs(report),
+    }
 
 
 def _gradients(report: Report, used: set[str]) -> dict[str, Any]:
@@ -159,7 +172,8 @@ def _image(report: Report, name: str, theme: Theme) -> str:
 
 def _notes(report: Report) -> list[str]:
     everything = [*report.notes, *report.model["notes"], *report.corpus["notes"], *report.anatomy["notes"],
-                  *report.gradients.get("notes", []), *report.merging.get("notes", [])]  # fmt: skip
+                  *report.deep.get("notes", []), *report.gradients.get("notes", []),
+                  *report.merging.get("notes", [])]  # fmt: skip
     return list(dict.fromkeys(everything))
 
 

@@ -10,11 +10,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from depthprobe.report.depth_tables import CONTROLS, control_names, depth_lines
 from depthprobe.report.findings import findings, headline
 from depthprobe.report.schema import Report
 from depthprobe.report.tables import anatomy_rows, layer_table, number, visible
 
-__all__ = ["show", "show_anatomy", "show_schedules"]
+__all__ = ["show", "show_anatomy", "show_depth", "show_schedules"]
 
 _LAYERS = 6
 _COLUMNS = 7
@@ -75,6 +76,25 @@ def show_anatomy(found: dict[str, Any], console: Console | None = None) -> None:
     console.print(rows, checks, sep="\n")
     for note in (*model["notes"], *anatomy["notes"]):
         console.print(Text(visible(note), "dim"))
+
+
+def show_depth(report: Report, console: Console | None = None) -> None:
+    """Print every estimate for the whole model beside its controls, a line each; the report has the intervals of all.
+
+    Args:
+        report: with estimates.
+        console: where to; standard output by default.
+    """
+    console = console or Console(highlight=False)
+    grid = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=False)
+    grid.add_column("estimate", overflow="fold")
+    for heading in ("value", *(CONTROLS[name] for name in control_names(report)), "gate"):
+        grid.add_column(heading, justify="right", no_wrap=True)
+    for line in depth_lines(report):
+        if line.whole:
+            name, said = f"{line.name} {line.variant}".strip(), Text("passes", "green") if line.passed else "–"
+            grid.add_row(Text(visible(name)), line.value, *(cell.split(" [")[0] for cell in line.controls), said)
+    console.print(grid)
 
 
 def show_schedules(table: pd.DataFrame, console: Console | None = None) -> None:

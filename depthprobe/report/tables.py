@@ -214,4 +214,5 @@ def metrics_used(report: Report) -> set[str]:
     }
     rho = {"rho"} if report.merging.get("rho") else set()
     tables = (report.layers, report.pairs, report.ablations)
-    return {metric for table in tables for metric in table["metric"]} | growth | rho
+    depth = set(report.depth["name"])
+    return {metric for table in tables for metric in table["metric"]} | growth | rho | depth

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["FEW", "Finding", "ends", "plural"]
+__all__ = ["FEW", "Finding", "capital", "ends", "plural"]
 
 FEW = 32  # sequences below which a bootstrap's interval is said to be too narrow
 
@@ -34,6 +34,11 @@ def ends(row: Any) -> tuple[float, float]:
     if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
         return -math.inf, math.inf
     return float(low), float(high)
+
+
+def capital(text: str) -> str:
+    """The text as the beginning of a sentence."""
+    return text[0].upper() + text[1:]
 
 
 def plural(count: int) -> str:

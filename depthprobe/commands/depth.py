@@ -1,0 +1,115 @@
+"""`depthprobe depth`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from depthprobe.commands.existing import existing_report
+from depthprobe.commands.options import (
+    BatchSize,
+    Bos,
+    Data,
+    Debug,
+    Device,
+    Dtype,
+    Figures,
+    Out,
+    Revision,
+    Seed,
+    SeqLen,
+    SkipFirst,
+    Spec,
+    TextField,
+    Tokenizer,
+    Tokens,
+    Trust,
+    batch_number,
+    check_figures,
+    command_line,
+    preparation,
+)
+
+
+def depth(
+    checkpoint: Spec,
+    unit: Annotated[str, typer.Option(help="What is counted: block, or sublayer (attention and MLP apart).")] = "block",
+    estimators: Annotated[
+        str,
+        typer.Option(
+            help="all, or some of: stages, dependence, crossing, lens, score, participation, effects, elasticity, raw, "
+            "spectrum."
+        ),
+    ] = "all",
+    control: Annotated[
+        str,
+        typer.Option(
+            help="What to run the same way beside it: random-init (the configuration with random weights), "
+            "random-tokens, or none. Without both, no estimate passes the gate."
+        ),
+    ] = "random-init,random-tokens",
+    probes: Annotated[int, typer.Option(help="Random vectors from which path_elasticity takes each trace.")] = 2,
+    memory: Annotated[float, typer.Option(help="GiB that the states and logits of one batch may take.")] = 2.0,
+    out: Out = None,
+    figures: Figures = "png",
+    data: Data = None,
+    tokens: Tokens = 2048,
+    seq_len: SeqLen = None,
+    bos: Bos = "auto",
+    text_field: TextField = "text",
+    skip_first: SkipFirst = 1,
+    batch_size: BatchSize = "auto",
+    seed: Seed = 0,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    revision: Revision = None,
+    tokenizer: Tokenizer = None,
+    trust_remote_code: Trust = False,
+    debug: Debug = False,
+) -> None:
+    """Estimate how many of a model's blocks are depth, in several ways, beside controls.
+
+    No single number is right: they count different things, and most fail where the answer is known. Those pass the gate
+    that gave the known answers of networks, rewrites and tasks (data/results/calibration.csv), and that on this model
+    lie above the same model with random weights and on random tokens. The rest is shown as diagnostics, with the
+    reason. The rows join the model's report as depth.csv. Sequences have 128 tokens unless --seq-len says otherwise:
+    the intervals are over sequences, so more and shorter ones tell more.
+
+    Example: `depthprobe depth gpt2 --estimators dependence,elasticity`
+    """
+    given = preparation(locals())
+    from depthprobe.report.files import check_writable
+
+    check_figures(figures)
+    size = batch_number(batch_size)
+    if out is not None:
+        check_writable(out)
+
+    from depthprobe.depth.base import DepthSettings, units_of
+    from depthprobe.effective import PARTS, SEQ_LEN, Plan, effective_cost, joined, run_effective, shortened
+    from depthprobe.prepare import prepare
+    from depthprobe.progress import Bar, say
+    from depthprobe.report.screen import show, show_depth
+
+    named = None if estimators == "all" else tuple(filter(None, estimators.split(",")))
+    plan = Plan(named, unit, tuple(name for name in control.split(",") if name not in ("", "none")))
+    plan.check()
+    settings = DepthSettings(seed, skip_first, size, int(memory * 2**30), probes)
+    settings.check()
+    say(f"Loading {checkpoint}")
+    model, corpus, anatomy = prepare(checkpoint, data, **given)
+    units = len(units_of(anatomy, unit))  # before anything is measured
+    target = out or Path("reports") / model.name
+    check_writable(target)
+    report = existing_report(model, corpus, anatomy, target, seed)
+    part = shortened(corpus, tokens, seq_len or SEQ_LEN)
+    say(effective_cost(part, plan, units))
+    with Bar("Estimating", PARTS, "thousandths") as progress:
+        found = run_effective(anatomy, part, plan, settings, progress)
+    report = joined(report, found)
+    path = replace(report, run={**report.run, "depth_command": command_line()}).save(target, figures)  # type: ignore[arg-type]
+    show_depth(report)
+    show(report, saved=path)

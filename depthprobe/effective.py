@@ -1,0 +1,321 @@
+"""The public verb `effective_depth`: several estimates of how deep a model really is, beside their controls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+from torch import nn
+
+from depthprobe.checkpoint import Checkpoint
+from depthprobe.controls import random_init, random_tokens
+from depthprobe.corpus import Corpus
+from depthprobe.depth.base import COLUMNS, DepthSettings, Estimate
+from depthprobe.depth.gate import CONTROLS, judge, static_gate
+from depthprobe.depth.suite import ESTIMATORS, Ran, chosen, run_estimators, weight
+from depthprobe.errors import DepthprobeError, UsageError
+from depthprobe.estimate import Interval
+from depthprobe.prepare import prepare
+from depthprobe.report import Report
+from depthprobe.verify import Anatomy
+
+__all__ = [
+    "Effective",
+    "Plan",
+    "effective_cost",
+    "effective_depth",
+    "joined",
+    "quick",
+    "run_effective",
+    "shortened",
+    "with_effective",
+]
+
+Progress = Callable[[int, int], None]
+PARTS = 1000  # of a run, for the progress
+SEQ_LEN = 128  # more and shorter sequences than elsewhere, since the interval is over them
+FEW = 32
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to estimate, in what units, and beside which controls.
+
+    Attributes:
+        estimators: names of `depth.suite.ESTIMATORS`, None for all.
+        unit: `block` or `sublayer`: what is counted.
+        controls: of `random-init` (the same configuration with random weights) and `random-tokens`; without both, no
+            estimate passes the gate.
+    """
+
+    estimators: tuple[str, ...] | None = None
+    unit: str = "block"
+    controls: tuple[str, ...] = CONTROLS
+
+    def check(self) -> None:
+        """Refuse what makes no sense before anything is loaded.
+
+        Raises:
+            UsageError: an unknown estimator, unit or control.
+        """
+        chosen(self.estimators)
+        if self.unit not in ("block", "sublayer"):
+            raise UsageError(f"--unit {self.unit}", "block or sublayer")
+        if odd := [name for name in self.controls if name not in CONTROLS]:
+            raise UsageError(f"--control {odd[0]}", f"some of {', '.join(CONTROLS)}, or none")
+
+
+@dataclass(frozen=True, eq=False)
+class Effective:
+    """What was estimated.
+
+    Attributes:
+        table: the rows of depth.csv: name, unit, variant, value, ci_low, ci_high, of, passes_gate, note.
+        details: what stands beside them in a report, see `Report.deep`.
+        pairs: rows of pairs.csv, `update_dependence`; none where it was not measured.
+    """
+
+    table: pd.DataFrame
+    details: dict[str, Any]
+    pairs: pd.DataFrame
+
+    def to_frame(self) -> pd.DataFrame:
+        """A copy of the table."""
+        return self.table.copy()
+
+    def curve(self, name: str) -> pd.DataFrame:
+        """A table beside the values, such as `stages/stages` or `dependence/profile`.
+
+        Raises:
+            KeyError: there is none of that name.
+        """
+        found = self.details["curves"][name]
+        return pd.DataFrame(found["rows"], columns=found["columns"])
+
+
+def effective_depth(
+    model: str | Path | nn.Module | Checkpoint,
+    data: Any = None,
+    *,
+    unit: Literal["block", "sublayer"] = "block",
+    estimators: Sequence[str] | None = None,
+    controls: Sequence[str] = CONTROLS,
+    tokens: int = 2048,
+    seq_len: int | None = None,
+    batch_size: int | None = None,
+    seed: int = 0,
+    skip_first: int = 1,
+    bos: Literal["auto", "always", "never"] = "auto",
+    text_field: str = "text",
+    progress: Progress | None = None,
+    **loading: Any,
+) -> Effective:
+    """Estimate how many of a model's units are depth, in several ways, and which of them can be believed.
+
+    An estimate passes the gate if its kind gave the known answers of networks and tasks (`analyses/calibration.py`),
+    and if on this model it is above that of the randomly initialised twin and that on random tokens.
+
+    Args:
+        model, data: as in `analyze`.
+        unit: what is counted, whole blocks or their attention and MLP.
+        estimators: some of `depth.suite.ESTIMATORS`; all of them by default.
+        controls: `random-init`, `random-tokens`, both or none.
+        tokens: how many tokens to estimate on.
+        seq_len: tokens of a sequence; 128 unless the model takes fewer.
+        batch_size: sequences at once, None for what fits.
+        seed: of every random draw, and of the twin.
+        skip_first: leading positions that averages over the stream's tokens leave out.
+        bos, text_field: as in `analyze`.
+        progress: called with (thousandths of a run done, in all).
+        loading: further arguments of `load`.
+
+    Raises:
+        UsageError: a request that makes no sense, or units that were not found.
+    """
+    plan = Plan(None if estimators is None else tuple(estimators), unit, tuple(controls))
+    plan.check()
+    settings = DepthSettings(seed=seed, skip_first=skip_first, batch_size=batch_size)
+    settings.check()
+    checkpoint, corpus, anatomy = prepare(
+        model, data, tokens=tokens, seq_len=seq_len, seed=seed, bos=bos, text_field=text_field, **loading
+    )
+    del checkpoint
+    return run_effective(anatomy, shortened(corpus, tokens, seq_len or SEQ_LEN), plan, settings, progress)
+
+
+def run_effective(
+    anatomy: Anatomy, corpus: Corpus, plan: Plan, settings: DepthSettings, progress: Progress | None = None
+) -> Effective:
+    """Estimate the depth of a verified model, then of its controls; see `effective_depth`."""
+    started, names = time.perf_counter(), chosen(plan.estimators)
+    counted = [name for name in names if ESTIMATORS[name].metrics]  # the others have no row to compare
+    total = PARTS * (1 + len(plan.controls) * weight(counted, 30) / weight(names, 30))
+    before = 0.0
+
+    def step(share: float) -> None:
+        if progress is not None:
+            progress(round(min(before + PARTS * share, total)), round(total))
+
+    ran = run_estimators(anatomy, corpus, names, plan.unit, settings, step)
+    before = PARTS
+    beside: dict[str, list[Ran] | str] = {}
+    for control in plan.controls:
+        try:
+            twin, other = anatomy, corpus
+            if control == "random-init":
+                twin = random_init(anatomy, corpus, settings.seed)
+            else:
+                other = random_tokens(anatomy.stream.checkpoint, corpus, settings.seed)
+            beside[control] = run_estimators(twin, other, counted, plan.unit, settings, step)
+        except DepthprobeError as error:
+            beside[control] = str(error)
+        before += (total - PARTS) / len(plan.controls)
+    return _effective(corpus, plan, settings, ran, beside, time.perf_counter() - started)
+
+
+def joined(report: Report, found: Effective) -> Report:
+    """The report with these estimates, instead of those that it had."""
+    pairs = report.pairs
+    if not found.pairs.empty:
+        pairs = pd.concat([pairs[pairs["metric"] != "update_dependence"], found.pairs], ignore_index=True)
+    details = found.details
+    if details["sha256"] != report.corpus["sha256"]:
+        other = f"Effective depth was estimated on {details['corpus']}, all else on {report.corpus['name']}."
+        details = {**details, "notes": [*details["notes"], other]}
+    return replace(report, depth=found.table, deep=details, pairs=pairs)
+
+
+def with_effective(
+    report: Report,
+    anatomy: Anatomy,
+    corpus: Corpus,
+    settings: DepthSettings,
+    progress: Progress | None = None,
+) -> Report:
+    """What `analyze` does: the report with the estimates of `quick`, or with a note on why this model has none."""
+    try:
+        return joined(report, run_effective(anatomy, corpus, quick(), settings, progress))
+    except DepthprobeError as error:
+        return replace(report, notes=[*report.notes, f"Effective depth was left out: {error}."])
+
+
+def quick() -> Plan:
+    """What `analyze` estimates: by what passed its calibration, and by published definitions that cost little."""
+    able = {name for (name, _), row in static_gate().items() if row.passed}
+    names = [key for key, made in ESTIMATORS.items() if able & set(made.metrics) or key in ("crossing", "lens")]
+    return Plan(tuple(names))
+
+
+def shortened(corpus: Corpus, tokens: int, seq_len: int = SEQ_LEN) -> Corpus:
+    """The first `seq_len` tokens of evenly spread sequences, about `tokens` in all."""
+    length = min(seq_len, corpus.tokens)
+    count = max(1, min(corpus.sequences, tokens // length))
+    rows = np.linspace(0, corpus.sequences - 1, count).round().astype(np.int64)
+    part = corpus.take(rows)
+    return replace(part, inputs=part.inputs[:, :length])
+
+
+def effective_cost(corpus: Corpus, plan: Plan, units: int) -> str:
+    """What the estimates will cost, in a sentence."""
+    names = chosen(plan.estimators)
+    passes = weight(names, units) * (1 + len(plan.controls))
+    beside = f", {' and '.join(plan.controls)} included" if plan.controls else ""
+    return (
+        f"Effective depth by {', '.join(names)}: about {passes:,.0f} forward passes over {corpus.sequences} × "
+        f"{corpus.tokens} tokens{beside}."
+    )
+
+
+def _effective(
+    corpus: Corpus,
+    plan: Plan,
+    settings: DepthSettings,
+    ran: list[Ran],
+    beside: dict[str, list[Ran] | str],
+    seconds: float,
+) -> Effective:
+    """Put what ran into a table, with the gate's word on every row."""
+    rows, gate, curves, notes = [], [], {}, []
+    pairs = pd.DataFrame()
+    controls = {
+        name: runs if isinstance(runs, str) else {(d.name, d.variant): d for one in _made(runs) for d in one.rows}
+        for name, runs in beside.items()
+    }
+    for one in ran:
+        if one.estimate is None:
+            notes.append(f"{one.name} was left out: {one.reason}.")
+            continue
+        for d in one.estimate.rows:
+            held = {
+                name: found if isinstance(found, str) else _interval(found.get((d.name, d.variant)))
+                for name, found in controls.items()
+            }
+            verdict = judge(d.name, d.variant, Interval(d.value, d.ci_low, d.ci_high), held)
+            gate.append({"name": d.name, "variant": d.variant, "passed": verdict.passed, "reason": verdict.reason})
+            rows.append(
+                (d.name, d.unit, d.variant, d.value, d.ci_low, d.ci_high, d.of, verdict.passed, _note(d.note, verdict))
+            )
+        for name, curve in one.estimate.curves.items():
+            if name == "pairs":
+                pairs = curve
+            else:
+                plain = curve.astype(object).where(curve.notna(), None)
+                curves[f"{one.name}/{name}"] = {"columns": list(curve.columns), "rows": plain.to_numpy().tolist()}
+        notes += [note for note in one.estimate.notes if note not in notes]
+    notes += [
+        f"The control {name} could not be made: {found}." for name, found in controls.items() if isinstance(found, str)
+    ]
+    if corpus.sequences < FEW:
+        notes.append(f"The intervals rest on {corpus.sequences} sequences; below {FEW} they tend to be too narrow.")
+    details = {
+        "unit": plan.unit,
+        "estimators": [_described(one) for one in ran],
+        "gate": gate,
+        "controls": [
+            {"control": name, **{key: getattr(d, key) for key in COLUMNS if hasattr(d, key) and key != "note"}}
+            for name, found in controls.items()
+            if not isinstance(found, str)
+            for d in found.values()
+        ],
+        "curves": curves,
+        "sequences": corpus.sequences,
+        "tokens": corpus.tokens,
+        "corpus": corpus.name,
+        "sha256": corpus.sha256,
+        "skip_first": settings.skip_first,
+        "seconds": seconds,
+        "notes": notes,
+    }
+    return Effective(pd.DataFrame(rows, columns=list(COLUMNS)), details, pairs)
+
+
+def _made(runs: list[Ran]) -> list[Estimate]:
+    return [one.estimate for one in runs if one.estimate is not None]
+
+
+def _interval(found: Any) -> Interval | str:
+    return "it has no such estimate" if found is None else Interval(found.value, found.ci_low, found.ci_high)
+
+
+def _note(note: str, verdict: Any) -> str:
+    why = "" if verdict.passed else f"gate: {verdict.reason}"
+    return "; ".join(part for part in (note, why) if part)
+
+
+def _described(one: Ran) -> dict[str, Any]:
+    """An estimator as it stands in the report."""
+    made, estimate = ESTIMATORS[one.name], one.estimate
+    metrics = [{"name": name, "does": does, "misses": misses} for name, (does, misses) in made.metrics.items()]
+    return {
+        "name": one.name,
+        "metrics": metrics,
+        "forward": None if estimate is None else estimate.cost_forward,
+        "backward": None if estimate is None else estimate.cost_backward,
+        "seconds": one.seconds,
+        "reason": one.reason,
+    }
