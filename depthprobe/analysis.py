@@ -19,6 +19,8 @@ from depthprobe.ablation import default_sweep, select_sequences
 from depthprobe.anatomy import Block, Branch
 from depthprobe.checkpoint import Checkpoint, load
 from depthprobe.corpus import Corpus
+from depthprobe.depth.base import DepthSettings
+from depthprobe.effective import shortened, with_effective, with_phases
 from depthprobe.errors import UsageError
 from depthprobe.estimate import Resampler
 from depthprobe.fingerprint import fingerprint
@@ -48,6 +50,7 @@ def analyze(
     ablations: bool = True,
     ablation_tokens: int = 2048,
     gradient_tokens: int = 1024,
+    depth_tokens: int = 1024,
     progress: Progress | None = None,
     **loading: Any,
 ) -> Report:
@@ -72,8 +75,10 @@ def analyze(
         ablations: skip each block, merge and swap each two neighbours, and measure what it costs.
         ablation_tokens: on how many of the tokens; a quarter of their positions is scored.
         gradient_tokens: on how many of the tokens to take gradients, 0 for none.
-        progress: called with (sequences done, sequences in all), again for gradients, then with (block evaluations
-            done, in all).
+        depth_tokens: on how many of the tokens to estimate effective depth, beside controls; 0 for none, and for no
+            phases of computation either.
+        progress: called with (sequences done, sequences in all), again for gradients and for depth, then with (block
+            evaluations done, in all).
         loading: further arguments of `load` (dtype, device, revision, trust_remote_code, …).
 
     Returns:
@@ -95,16 +100,23 @@ def analyze(
     settings.check()
     if gradient_tokens < 0:
         raise UsageError(f"gradient_tokens is {gradient_tokens}", "0 or more")
+    if depth_tokens < 0:
+        raise UsageError(f"depth_tokens is {depth_tokens}", "0 or more")
     checkpoint, corpus, anatomy = prepare(
         model, data, tokens=tokens, seq_len=seq_len, seed=seed, bos=bos, text_field=text_field, **loading
     )
     measured = measure(anatomy, corpus, settings, progress)
     options = {"tokens": tokens, "seq_len": seq_len, "bos": bos, "text_field": text_field} | vars(settings)
     options |= {"ablations": ablations, "ablation_tokens": ablation_tokens, "gradient_tokens": gradient_tokens}
+    options |= {"depth_tokens": depth_tokens}
     report = build_report(checkpoint, corpus, anatomy, measured, settings, options)
     if gradient_tokens:
         part = select_sequences(corpus, gradient_tokens)
         report = with_gradients(report, anatomy, part, GradientSettings(skip_first=skip_first, seed=seed), progress)
+    if depth_tokens:
+        deep = DepthSettings(seed, skip_first, settings.batch_size)
+        report = with_effective(report, anatomy, shortened(corpus, depth_tokens), deep, progress)
+        report = with_phases(report, anatomy, corpus, deep, progress)
     if not ablations:
         return report
     swept = default_sweep(

@@ -17,6 +17,7 @@ from depthprobe.controls import random_init, random_tokens
 from depthprobe.corpus import Corpus
 from depthprobe.depth.base import COLUMNS, DepthSettings, Estimate
 from depthprobe.depth.gate import CONTROLS, judge, static_gate
+from depthprobe.depth.phases import phases
 from depthprobe.depth.suite import ESTIMATORS, Ran, chosen, run_estimators, weight
 from depthprobe.errors import DepthprobeError, UsageError
 from depthprobe.estimate import Interval
@@ -34,6 +35,7 @@ __all__ = [
     "run_effective",
     "shortened",
     "with_effective",
+    "with_phases",
 ]
 
 Progress = Callable[[int, int], None]
@@ -191,23 +193,37 @@ def joined(report: Report, found: Effective) -> Report:
 
 
 def with_effective(
-    report: Report,
-    anatomy: Anatomy,
-    corpus: Corpus,
-    settings: DepthSettings,
-    progress: Progress | None = None,
+    report: Report, anatomy: Anatomy, corpus: Corpus, settings: DepthSettings, progress: Progress | None = None
 ) -> Report:
     """What `analyze` does: the report with the estimates of `quick`, or with a note on why this model has none."""
     try:
-        return joined(report, run_effective(anatomy, corpus, quick(), settings, progress))
+        return joined(report, run_effective(anatomy, corpus, quick(len(anatomy.stream)), settings, progress))
     except DepthprobeError as error:
         return replace(report, notes=[*report.notes, f"Effective depth was left out: {error}."])
 
 
-def quick() -> Plan:
-    """What `analyze` estimates: by what passed its calibration, and by published definitions that cost little."""
+def with_phases(
+    report: Report, anatomy: Anatomy, corpus: Corpus, settings: DepthSettings, progress: Progress | None = None
+) -> Report:
+    """The report with phases of computation, or with a note on why this model has none; one more forward pass."""
+    try:
+        return replace(report, phases=phases(anatomy, corpus, settings, progress).plain())
+    except DepthprobeError as error:
+        return replace(report, notes=[*report.notes, f"Phases of computation were left out: {error}."])
+
+
+def quick(blocks: int) -> Plan:
+    """What `analyze` estimates: what passed its calibration and what is published, if it costs little.
+
+    Args:
+        blocks: L; what takes more than 3 L forward passes, and more than 100, is left to `depthprobe depth`.
+    """
     able = {name for (name, _), row in static_gate().items() if row.passed}
-    names = [key for key, made in ESTIMATORS.items() if able & set(made.metrics) or key in ("crossing", "lens")]
+    names = [
+        key
+        for key, made in ESTIMATORS.items()
+        if (able & set(made.metrics) or key in ("crossing", "lens")) and made.weight(blocks) <= max(3 * blocks, 100)
+    ]
     return Plan(tuple(names))
 
 

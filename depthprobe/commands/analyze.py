@@ -60,6 +60,9 @@ def analyze(
     gradient_tokens: Annotated[
         int, typer.Option(help="How many of the tokens to take gradients on, of states and weights; 0 for none.")
     ] = 1024,
+    depth_tokens: Annotated[
+        int, typer.Option(help="How many of the tokens to estimate effective depth on, beside controls; 0 for none.")
+    ] = 1024,
     batch_size: BatchSize = "auto",
     seed: Seed = 0,
     dtype: Dtype = "auto",
@@ -74,7 +77,8 @@ def analyze(
     The residual stream is found in the model and verified first. Then one pass over the text measures how the stream
     grows, how large and how aligned each update is, how alike neighbouring states are, whether a block needs its
     predecessor's update, and what the logit lens reads after every block. On fewer tokens, gradients are carried back
-    from the loss and from a random vector; last, each block is skipped, and each two neighbours are merged and swapped.
+    from the loss and from a random vector, and effective depth is estimated in the ways that cost little; last, each
+    block is skipped, and each two neighbours are merged and swapped.
 
     Example: `depthprobe analyze gpt2 --tokens 16384 --out reports/gpt2`
     """
@@ -88,6 +92,8 @@ def analyze(
 
     from depthprobe.ablation import default_schedules, default_sweep, select_sequences, sweep_cost
     from depthprobe.analysis import build_report
+    from depthprobe.depth.base import DepthSettings
+    from depthprobe.effective import PARTS, effective_cost, quick, shortened, with_effective, with_phases
     from depthprobe.gradient import GradientSettings, gradients_cost, with_gradients
     from depthprobe.measure import Settings, measure
     from depthprobe.prepare import prepare
@@ -98,6 +104,8 @@ def analyze(
     settings.check()
     if gradient_tokens < 0:
         raise UsageError(f"--gradient-tokens {gradient_tokens}", "0 or more")
+    if depth_tokens < 0:
+        raise UsageError(f"--depth-tokens {depth_tokens}", "0 or more")
     say(f"Loading {checkpoint}")
     model, corpus, anatomy = prepare(checkpoint, data, **given)
     target = out or Path("reports") / model.name
@@ -107,12 +115,20 @@ def analyze(
         measured = measure(anatomy, corpus, settings, progress)
     options = {"tokens": tokens, "seq_len": seq_len, "bos": bos, "text_field": text_field} | vars(settings)
     options |= {"ablations": ablations, "ablation_tokens": ablation_tokens, "gradient_tokens": gradient_tokens}
+    options |= {"depth_tokens": depth_tokens}
     report = build_report(model, corpus, anatomy, measured, settings, options, command_line())
     if gradient_tokens:
         part, slopes = select_sequences(corpus, gradient_tokens), GradientSettings(skip_first=skip_first, seed=seed)
         say(gradients_cost(part, slopes))
         with Bar("Differentiating", part.sequences) as progress:
             report = with_gradients(report, anatomy, part, slopes, progress)
+    if depth_tokens:
+        part, deep = shortened(corpus, depth_tokens), DepthSettings(seed, skip_first, size)
+        say(effective_cost(part, quick(len(anatomy.stream)), len(anatomy.stream)))
+        with Bar("Estimating depth", PARTS, "thousandths") as progress:
+            report = with_effective(report, anatomy, part, deep, progress)
+        with Bar("Reading", corpus.sequences) as progress:
+            report = with_phases(report, anatomy, corpus, deep, progress)
     if ablations:
         part = select_sequences(corpus, ablation_tokens)
         total, cost = sweep_cost(

@@ -51,6 +51,10 @@ def depth(
             "random-tokens, or none. Without both, no estimate passes the gate."
         ),
     ] = "random-init,random-tokens",
+    phases: Annotated[
+        bool,
+        typer.Option(help="Look for phases: clusters of layers, and what a straight line reads from their states."),
+    ] = True,
     probes: Annotated[int, typer.Option(help="Random vectors from which path_elasticity takes each trace.")] = 2,
     memory: Annotated[float, typer.Option(help="GiB that the states and logits of one batch may take.")] = 2.0,
     out: Out = None,
@@ -89,7 +93,16 @@ def depth(
         check_writable(out)
 
     from depthprobe.depth.base import DepthSettings, units_of
-    from depthprobe.effective import PARTS, SEQ_LEN, Plan, effective_cost, joined, run_effective, shortened
+    from depthprobe.effective import (
+        PARTS,
+        SEQ_LEN,
+        Plan,
+        effective_cost,
+        joined,
+        run_effective,
+        shortened,
+        with_phases,
+    )
     from depthprobe.prepare import prepare
     from depthprobe.progress import Bar, say
     from depthprobe.report.screen import show, show_depth
@@ -110,6 +123,9 @@ def depth(
     with Bar("Estimating", PARTS, "thousandths") as progress:
         found = run_effective(anatomy, part, plan, settings, progress)
     report = joined(report, found)
+    if phases:
+        with Bar("Reading", corpus.sequences) as progress:
+            report = with_phases(report, anatomy, corpus, settings, progress)
     path = replace(report, run={**report.run, "depth_command": command_line()}).save(target, figures)  # type: ignore[arg-type]
     show_depth(report)
     show(report, saved=path)

@@ -69,6 +69,7 @@ def _draw_estimates(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
     ax.set_xlim(-0.02 * of, 1.04 * of)
     ax.axvline(of, color=theme.ink, linewidth=0.8)
     finish(ax, "", f"{report.deep.get('unit', 'block')}s, of {of}")
+    ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, borderaxespad=0.2)  # beside long names
 
 
 def _draw_profile(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
@@ -124,6 +125,7 @@ def _draw_effects(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
         )  # fmt: skip
         ax.set(xlabel="later unit", ylabel="skipped unit", title=f"measured at {kinds[place]}")
         ax.tick_params(rotation=0)
+        ax.grid(False)
 
 
 def _draw_thresholds(report: Report, axes: Sequence[Axes], theme: Theme) -> None:

@@ -16,12 +16,13 @@ from depthprobe.report.ablation_panels import ABLATION_PANELS
 from depthprobe.report.depth_panels import DEPTH_PANELS
 from depthprobe.report.gradient_panels import GRADIENT_PANELS
 from depthprobe.report.panels import LIGHT, PANELS, Theme
+from depthprobe.report.phase_panels import PHASE_PANELS
 from depthprobe.report.schema import Report
 from depthprobe.report.tables import by_layer, highest, lowest, number, units_of
 
 __all__ = ["NAMES", "alt_text", "available", "drawn", "reason_missing", "render"]
 
-_BY_NAME = {panel.name: panel for panel in (*PANELS, *DEPTH_PANELS, *GRADIENT_PANELS, *ABLATION_PANELS)}
+_BY_NAME = {panel.name: panel for panel in (*PANELS, *DEPTH_PANELS, *PHASE_PANELS, *GRADIENT_PANELS, *ABLATION_PANELS)}
 NAMES = tuple(_BY_NAME)
 _WIDTH = 6.0
 _DPI = 200

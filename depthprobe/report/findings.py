@@ -14,6 +14,7 @@ from depthprobe.report.ablation_findings import CHANGES
 from depthprobe.report.ablation_tables import sequences
 from depthprobe.report.depth_tables import depth_finding
 from depthprobe.report.gradient_tables import gradient_finding
+from depthprobe.report.phase_panels import finding as phases_finding
 from depthprobe.report.schema import Report
 from depthprobe.report.tables import (
     by_layer,
@@ -47,6 +48,7 @@ def findings(report: Report) -> list[Finding]:
         _interaction,
         _angles,
         _lens,
+        phases_finding,
         gradient_finding,
         _sinks,
         _precision,

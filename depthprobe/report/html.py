@@ -18,6 +18,7 @@ from depthprobe.report.depth_panels import DEPTH_PANELS
 from depthprobe.report.findings import caveat, findings, headline
 from depthprobe.report.gradient_panels import GRADIENT_PANELS
 from depthprobe.report.panels import DARK, LIGHT, PANELS, Panel, Theme
+from depthprobe.report.phase_panels import PHASE_PANELS
 from depthprobe.report.schema import Report
 
 __all__ = ["data_uri", "environment", "fragment", "page", "resource"]
@@ -77,6 +78,7 @@ def _details(report: Report) -> dict[str, Any]:
         "version": report.run["depthprobe"],
         "sections": _sections(report, PANELS, used),
         "deep": _deep(report, used) if report.deep else None,
+        "phases": _sections(report, PHASE_PANELS, used) if report.phases else [],
         "gradients": _gradients(report, used) if report.gradients else None,
         "changes": None if report.ablations.empty else _changes(report, used),
         "skipped": tables.skipped_rows(report),
@@ -172,7 +174,7 @@ def _image(report: Report, name: str, theme: Theme) -> str:
 
 def _notes(report: Report) -> list[str]:
     everything = [*report.notes, *report.model["notes"], *report.corpus["notes"], *report.anatomy["notes"],
-                  *report.deep.get("notes", []), *report.gradients.get("notes", []),
+                  *report.deep.get("notes", []), *report.phases.get("notes", []), *report.gradients.get("notes", []),
                   *report.merging.get("notes", [])]  # fmt: skip
     return list(dict.fromkeys(everything))
 
