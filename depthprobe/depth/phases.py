@@ -35,7 +35,7 @@ from depthprobe.verify import Anatomy
 __all__ = ["Clusters", "Phases", "boundaries", "cluster", "even", "phases", "squared_distances"]
 
 MOST = 8  # clusters
-# Twenty random initialisations (SmolLM2-135M, MiniLM, GPT-2, and the four shipped placements; plain and centred) have
+# Nineteen random initialisations (SmolLM2-135M, MiniLM, GPT-2, and the four shipped placements; plain and centred) have
 # silhouettes of 0.23 to 0.40, which are −0.04 to 0.08 above the best of an even drift. Trained, SmolLM2 has 0.45 and
 # GPT-2 0.47, 0.15 and 0.19 above; the shipped placements with 12 blocks are within 0.06.
 CLEAR = 0.25  # silhouette below which there are no clear phases

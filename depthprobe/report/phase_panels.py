@@ -72,7 +72,7 @@ def _more(report: Report) -> list[str]:
     found, said = report.phases, []
     rows = pd.DataFrame(found.get("readable") or [], columns=["target", "state", "accuracy", "baseline"])
     for target, group in rows.groupby("target", sort=False):
-        best, last = group.loc[group["accuracy"].idxmax()], group.iloc[-1]
+        best, last = group.iloc[int(group["accuracy"].to_numpy().argmax())], group.iloc[-1]
         ending = "" if best["state"] == last["state"] else f", {number(last['accuracy'])} at x_{last['state']}"
         said.append(
             f"{str(target).capitalize()}: accuracy {number(best['accuracy'])} at x_{best['state']}{ending}; always the "
@@ -90,11 +90,12 @@ def _more(report: Report) -> list[str]:
         silhouette = with_interval({"value": clusters["silhouette"], **clusters})
         kept = [each["share"] for each in found["boundaries"] if each["chosen"] and each["share"] is not None]
         if clusters["clear"] and kept:
-            said.append(f"Silhouette {silhouette}; each boundary in {min(kept):.0%} of resamples or more.")
+            said.append(f"Silhouette {silhouette}; each boundary in at least {min(kept):.0%} of resamples.")
     said += found.get("notes", [])
     count = int(found.get("sequences", FEW))
     if count < FEW:
-        said.append(f"Measured on {count} sequence{plural(count)}: fewer than {FEW} make an interval too narrow.")
+        half = ", half of which score what is read" if count > 1 else ""
+        said.append(f"Measured on {count} sequence{plural(count)}{half}: fewer than {FEW} make an interval too narrow.")
     return said
 
 
