@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,8 +190,8 @@ def cluster(cosines: Floats, draws: Resampler) -> Clusters | None:
     mean = squared_distances(cosines.mean(axis=0))
     if states < 3 or mean.max() < _SAME:
         return None
-    found, drift = _silhouettes(mean), _silhouettes(even(mean))
-    order = boundaries(mean)
+    merged = _merged(mean)
+    found, drift = _silhouettes(mean, merged), _drift(mean)
     place = int(found.argmax())
     flat = cosines.reshape(sequences, -1)
     several = draws.clusters > 1
@@ -198,17 +199,18 @@ def cluster(cosines: Floats, draws: Resampler) -> Clusters | None:
     best, values, cut = np.zeros(len(found)), [], np.zeros(states - 1)
     for replicate in drawn:
         squared = squared_distances(replicate)
-        again = _silhouettes(squared)
+        cuts = _merged(squared)
+        again = _silhouettes(squared, cuts)
         values.append(again)
         best[again.argmax()] += 1
-        cut[boundaries(squared)[: int(again.argmax()) + 1]] += 1
+        cut[cuts[int(again.argmax())]] += 1
     low, high = np.quantile(values, [0.025, 0.975], axis=0) if several else np.full((2, len(found)), np.nan)
     scale = 1 / len(drawn) if several else math.nan
     counts = pd.DataFrame(
         {"count": np.arange(2, len(found) + 2), "silhouette": found, "ci_low": low, "ci_high": high, "drift": drift,
          "share": best * scale}
     )  # fmt: skip
-    chosen = np.sort(order[: place + 1])
+    chosen = np.sort(merged[place])
     near = np.sqrt(np.diagonal(mean, 1))
     after = np.arange(states - 1)
     between = pd.DataFrame(
@@ -257,15 +259,28 @@ def boundaries(squared: Floats) -> Ints:
     return np.array(removed[::-1], dtype=np.int64)
 
 
-def _silhouettes(squared: Floats) -> Floats:
-    """Silhouette (Rousseeuw 1987) of 2, 3, … clusters."""
-    states, order = len(squared), boundaries(squared)
-    distances, after = np.sqrt(squared), np.arange(states)
-    found = []
-    for count in range(2, min(MOST, states - 1) + 1):
-        labels = (after[:, None] > order[: count - 1]).sum(axis=1)
-        found.append(float(silhouette_score(distances, labels, metric="precomputed")))
-    return np.array(found)
+def _silhouettes(squared: Floats, cuts: Sequence[Ints]) -> Floats:
+    """Silhouette (Rousseeuw 1987) of clusters with these boundaries, one value for each set of them."""
+    distances, after = np.sqrt(squared), np.arange(len(squared))
+    labels = [(after[:, None] > cut).sum(axis=1) for cut in cuts]
+    return np.array([float(silhouette_score(distances, label, metric="precomputed")) for label in labels])
+
+
+def _merged(squared: Floats) -> list[Ints]:
+    """The boundaries of 2, 3, … clusters."""
+    order = boundaries(squared)
+    return [order[: count - 1] for count in range(2, min(MOST, len(squared) - 1) + 1)]
+
+
+def _drift(squared: Floats) -> Floats:
+    """The silhouettes of an even drift; of equally long clusters where those are better.
+
+    Merging meets nothing but ties there, and what it makes of them is chance.
+    """
+    states, smooth = len(squared), even(squared)
+    counts = range(2, min(MOST, states - 1) + 1)
+    equal = [np.round(np.arange(1, count) * states / count).astype(np.int64) - 1 for count in counts]
+    return np.maximum(_silhouettes(smooth, _merged(smooth)), _silhouettes(smooth, equal))
 
 
 class _Grams:
