@@ -117,7 +117,7 @@ CLAIMS: tuple[Claim, ...] = (
 
 _ADDS = ("pre", "branch", "sandwich", "none")  # placements whose stream is a sum
 _XIONG = "Xiong et al. 2020, theorem 1 and figure 3"
-_NOTE = "the note on pre-norm; "
+_NOTE = "the note on pre-norm: "
 
 
 def _depths() -> Sequence[Criterion]:
@@ -136,76 +136,112 @@ def _depths() -> Sequence[Criterion]:
 
 CRITERIA: tuple[Criterion, ...] = (
     Criterion(
-        "G1", "the gradient of the median token is smaller at x_1 than at x_L by more than 10 %", _XIONG,
+        "G1",
+        "gradients fall: the median token's is smaller at x_1 than at x_L by more than 10 %",
+        _XIONG,
         0.0, LESS, gradient_ratio, ("post",), state="fresh",
     ),
     Criterion(
-        "G1", "the gradient of the MLP's second matrix is smaller in the first block than in the last by more than "
-        "10 %", _XIONG, 0.0, LESS, weight_ratio, ("post",), state="fresh",
+        "G1",
+        "weights' gradients fall: the MLP's second matrix's is smaller in the first block than in the last by more "
+        "than 10 %",
+        _XIONG,
+        0.0, LESS, weight_ratio, ("post",), state="fresh",
     ),
     Criterion(
-        "G2", "the gradient of the median token is the same at x_1 and x_L within 10 %", _XIONG,
+        "G2",
+        "gradients are flat: the median token's is the same at x_1 and x_L within 10 %",
+        _XIONG,
         LESS, MORE, gradient_ratio, ("pre",), state="fresh",
     ),
     Criterion(
-        "G2", "the gradient of the MLP's second matrix is the same in the first and the last block within 10 %", _XIONG,
+        "G2",
+        "weights' gradients are flat: the MLP's second matrix's is the same in first and last block within 10 %",
+        _XIONG,
         LESS, MORE, weight_ratio, ("pre",), state="fresh",
     ),
     Criterion(
-        "R1", "updates have equal size: the median ‖Δ‖ of the largest third of the blocks is that of the smallest "
-        "within 10 %", _NOTE + "its premise", LESS, MORE, most_over_least("update_norm"), _ADDS,
+        "R1",
+        "updates have equal size: the median ‖Δ‖ of the largest third of the blocks is that of the smallest within 10"
+        " %",
+        _NOTE + "its premise",
+        LESS, MORE, most_over_least("update_norm"), _ADDS,
     ),
     Criterion(
-        "R1", "‖x_l‖ grows like l: a power law fits (R² ≥ 0.8), with exponent 1 within 10 %; uncorrelated updates give "
-        "0.5", _NOTE + "Xiong et al. 2020, lemma 2, for √l", 1 - MARGIN, 1 + MARGIN,
-        growth("growth_power", "r2_power"), _ADDS,
+        "R1",
+        "‖x_l‖ grows like l: a power law fits (R² ≥ 0.8), with exponent 1 within 10 %; uncorrelated updates give 0.5",
+        _NOTE + "Xiong et al. 2020, lemma 2, for √l",
+        1 - MARGIN, 1 + MARGIN, growth("growth_power", "r2_power"), _ADDS,
     ),
     Criterion(
-        "R1", "updates point along the stream: their cross term is more than half of the growth of ‖x‖², 0 being "
-        "uncorrelated and 1 − 1/L aligned", "‖x_L‖² = ‖x_0‖² + Σ ‖Δ‖² + 2 Σ ⟨Δ, x⟩", 0.5, math.inf,
-        growth("cross_share"), _ADDS,
+        "R1",
+        "updates point along the stream: their cross term is more than half of the growth of ‖x‖², 0 being "
+        "uncorrelated and 1 − 1/L aligned",
+        "‖x_L‖² = ‖x_0‖² + Σ ‖Δ‖² + 2 Σ ⟨Δ, x⟩",
+        0.5, math.inf, growth("cross_share"), _ADDS,
     ),
     Criterion(
-        "R2", "the median ‖Δ‖/‖x‖ is smaller in the last third of the blocks than in the first by more than 10 %",
-        _NOTE + "1/√t or 1/t", 0.0, LESS, late_over_early("update_ratio"), _ADDS,
+        "R2",
+        "‖Δ‖/‖x‖ falls: its median is smaller in the last third of the blocks than in the first by more than 10 %",
+        _NOTE + "1/√t or 1/t",
+        0.0, LESS, late_over_early("update_ratio"), _ADDS,
     ),
     Criterion(
-        "R2", "the median 1 − cos(x_l, x_{l+1}) is smaller in the last third of the blocks than in the first by more "
-        "than 10 %", _NOTE + "Men et al. 2024 for the measure", 0.0, LESS, late_over_early("block_influence"), _ADDS,
+        "R2",
+        "1 − cos(x_l, x_{l+1}) falls: its median is smaller in the last third of the blocks than in the first by more"
+        " than 10 %",
+        _NOTE + "Men et al. 2024 for the measure",
+        0.0, LESS, late_over_early("block_influence"), _ADDS,
     ),
     Criterion(
-        "M1", "the median interaction error in the last third of the blocks is below 0.1", _NOTE + "≈ read as 10 %",
+        "M1",
+        "interaction error is small: its median in the last third of the blocks is below 0.1",
+        _NOTE + "≈ read as 10 %",
         0.0, MARGIN, late("interaction_error"), _ADDS,
     ),
     Criterion(
-        "M1", "the median interaction error is smaller in the last third of the blocks than in the first by more than "
-        "10 %", _NOTE + "1/√t", 0.0, LESS, late_over_early("interaction_error"), _ADDS,
+        "M1",
+        "interaction error falls: its median is smaller in the last third of the blocks than in the first by more "
+        "than 10 %",
+        _NOTE + "1/√t",
+        0.0, LESS, late_over_early("interaction_error"), _ADDS,
     ),
     Criterion(
-        "M1", "in the last third of the blocks the interaction error is smaller than that of a foreign update of equal "
-        "size and angle by more than 10 %", "a control: a small update may be hidden without a trace whoever wrote it",
+        "M1",
+        "interaction error is below its control: in the last third of the blocks, smaller by more than 10 % than that"
+        " of a foreign update of equal size and angle",
+        "a control: a small update may be hidden without a trace whoever wrote it",
         0.0, LESS, late("interaction_error", "interaction_error_control"), _ADDS,
     ),
     Criterion(
-        "M2", "ρ = cost(merge l, l+1) / cost(skip l) is below 1 by more than 10 %, in the median over l",
-        _NOTE + "hiding an update from one reader must cost less than from all", 0.0, LESS, rho("median"), ("pre",),
+        "M2",
+        "ρ = cost(merge l, l+1) / cost(skip l) is below 1 by more than 10 %, in the median over l",
+        _NOTE + "hiding an update from one reader must cost less than from all",
+        0.0, LESS, rho("median"), ("pre",),
     ),
     Criterion(
-        "M2", "pre-LN: ρ falls with depth, by more than 10 % over all of it (slope of log ρ below −log 1.1)", _NOTE +
-        "“for large t”", -math.inf, -math.log(MORE), rho_slope, ("pre",),
+        "M2",
+        "ρ falls with depth in pre-LN, by more than 10 % over all of it (slope of log ρ below −log 1.1)",
+        _NOTE + "“for large t”",
+        -math.inf, -math.log(MORE), rho_slope, ("pre",),
     ),
     Criterion(
-        "M2", "post-LN: ρ does not fall with depth, by 10 % or more over all of it, merged in the cheapest way", _NOTE +
-        "the claim is of pre-LN alone", -math.log(MORE), math.inf, rho_slope, ("post",),
+        "M2",
+        "ρ does not fall with depth in post-LN, by 10 % or more over all of it, merged in the cheapest way",
+        _NOTE + "the claim is of pre-LN alone",
+        -math.log(MORE), math.inf, rho_slope, ("post",),
     ),
     Criterion(
-        "M2", "the slope of log ρ over depth is lower in pre-LN than in post-LN, by more than log 1.1", _NOTE +
-        "the claim is of pre-LN alone", -math.inf, -math.log(MORE), rho_slope, of="pair",
+        "M2",
+        "ρ falls faster in pre-LN: the slope of its log over depth is lower than in post-LN by more than log 1.1",
+        _NOTE + "the claim is of pre-LN alone",
+        -math.inf, -math.log(MORE), rho_slope, of="pair",
     ),
     Criterion(
-        "D2", "at every norm the branch makes up more than 10 % of what is normalised (‖u‖²/‖y‖²)",
-        "Liu et al. 2020 (Admin); 2^{−l/2} at initialisation is a share of one half", MARGIN, math.inf, least_share,
-        ("post",), state="any",
+        "D2",
+        "the branch makes up more than 10 % of what is normalised, at every norm (‖u‖²/‖y‖²)",
+        "Liu et al. 2020 (Admin); 2^{−l/2} at initialisation is a share of one half",
+        MARGIN, math.inf, least_share, ("post",), state="any",
     ),
     *_depths(),
 )  # fmt: skip

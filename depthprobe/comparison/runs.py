@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections import Counter
@@ -13,22 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from depthprobe.analysis import analyze
-from depthprobe.corpus import Corpus
 from depthprobe.errors import OutputError
-from depthprobe.fingerprint import fingerprint
-from depthprobe.lab.runlog import read_json
-from depthprobe.measure import Progress
-from depthprobe.prepare import prepare
 from depthprobe.report import Report
 
 __all__ = ["Point", "Run", "Spec", "Training", "named_apart", "open_run"]
 
 Spec = str | Path | Report
-Watch = Callable[[str], Progress]
+Watch = Callable[[str], Callable[[int, int], None]]
 _SEED = re.compile(r"(?:^|[-_.])s(?:eed)?[-_]?(\d+)$")
 _STEP = re.compile(r"step-(\d+)")
-_ANALYZING = ("skip_first", "interaction", "lens_positions", "ablations", "ablation_tokens", "gradient_tokens")
 
 
 @dataclass(frozen=True)
@@ -129,7 +121,9 @@ def open_run(
     folders = _checkpoints(path)
     if path.is_dir() and not folders:
         raise OutputError(f"{path} holds neither a report nor a checkpoint", "report.json or config.json", _GIVE)
-    analyze_one = _Analyzer(data, Path(reports), dict(options or {}), say or _quiet, watch)
+    from depthprobe.comparison.analyzed import Analyzer  # takes seconds to import, which saved reports need not
+
+    analyze_one = Analyzer(data, Path(reports), dict(options or {}), say or (lambda text: None), watch)
     if not folders:  # a hub id or a file
         report, how = analyze_one(text, None)
         return Run(str(report.model["name"]), text, how, (Point(report, Training()),), _seed(Training(), path.stem))
@@ -150,10 +144,14 @@ def training_of(folder: Path) -> Training:
     """
     if not (folder / "run.json").exists():
         return Training()
-    record = read_json(folder / "run.json")
-    settings, result = record.get("settings"), record.get("result") or {}
+    try:
+        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise OutputError(f"{folder / 'run.json'} is not the record of a run: {error}") from None
+    settings = record.get("settings") if isinstance(record, dict) else None
     if not isinstance(settings, dict):  # somebody else's run.json
         return Training()
+    result = record.get("result") or {}
     step = record.get("step", result.get("steps"))
     tokens, loss = result.get("tokens"), result.get("val_loss")
     if result == {} and step is not None:
@@ -178,64 +176,6 @@ def named_apart(runs: Sequence[Run]) -> list[Run]:
 
 
 _GIVE = "give the folder that `depthprobe analyze` or `depthprobe train` wrote, or a checkpoint"
-
-
-class _Analyzer:
-    """Analyzes one checkpoint after another with the same options, and keeps the reports."""
-
-    def __init__(
-        self, data: Any, reports: Path, options: dict[str, Any], say: Callable[[str], None], watch: Watch | None
-    ) -> None:
-        self.data, self.reports, self.options, self.say, self.watch = data, reports, options, say, watch
-
-    def __call__(self, source: str, folder: str | None) -> tuple[Report, str]:
-        """The report of a checkpoint, from `folder` below the reports or its own name there, and how it was got."""
-        preparing = {name: value for name, value in self.options.items() if name not in _ANALYZING}
-        checkpoint, corpus, _ = prepare(source, self.data, **preparing)
-        home = self.reports / (folder or checkpoint.name)
-        mine = {
-            "fingerprint": fingerprint(checkpoint.model),
-            "dtype": str(checkpoint.dtype).removeprefix("torch."),
-            "corpus": [corpus.sha256, corpus.sequences, corpus.tokens],
-            "options": {name: value for name, value in self.options.items() if name in ("seed", *_ANALYZING)},
-        }
-        key = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()[:8]
-        # the report of another model or text is left alone, and a name of its own is found for this one
-        other = (home / "report.json").exists() and _matching(home, mine) is None
-        place = home.with_name(f"{home.name}-{key}") if other else home
-        if (found := _matching(place, mine)) is not None:
-            self.say(f"{source}: the report in {place} is of this model and text")
-            return found, f"report of {_day(found)} in {place}"
-        self.say(f"{source}: analyzing it on {corpus.sequences} × {corpus.tokens} tokens, into {place}")
-        report = self._analyze(checkpoint, corpus)
-        report.save(place)
-        return report, f"analyzed now, into {place}"
-
-    def _analyze(self, checkpoint: Any, corpus: Corpus) -> Report:
-        names = ("seed", *_ANALYZING)
-        given = {name: value for name, value in self.options.items() if name in names}
-        progress = self.watch(checkpoint.name) if self.watch else None
-        return analyze(checkpoint, corpus, progress=progress, tokens=corpus.sequences * corpus.tokens, **given)
-
-
-def _quiet(text: str) -> None:
-    """Nobody is told."""
-
-
-def _matching(place: Path, mine: dict[str, Any]) -> Report | None:
-    """The report in that folder if it is of this model, text and options."""
-    try:
-        report = Report.load(place)
-    except OutputError:
-        return None
-    corpus, options = report.corpus, report.run.get("options") or {}
-    same = [
-        report.model.get("fingerprint") == mine["fingerprint"],
-        report.model.get("dtype") == mine["dtype"],
-        [corpus.get("sha256"), corpus.get("sequences"), corpus.get("tokens")] == mine["corpus"],
-        all(options.get(name, value) == value for name, value in mine["options"].items()),
-    ]
-    return report if all(same) else None
 
 
 def _checkpoints(path: Path) -> list[Path]:

@@ -25,6 +25,7 @@ def render(comparison: Comparison, panel: ComparePanel, file_format: str = "png"
 def page(comparison: Comparison) -> str:
     """The whole page, figures included in a light and a dark variant."""
     used = set(comparison.table["metric"])
+    rows = compare_tables.verdict_rows(comparison)
     names = ", ".join(line["name"] for line in comparison.lines)
     return (
         environment()
@@ -37,7 +38,9 @@ def page(comparison: Comparison) -> str:
             headline=compare_tables.headline(comparison),
             models=compare_tables.model_rows(comparison),
             scalars=compare_tables.scalars(comparison),
-            verdict=compare_tables.verdict_rows(comparison),
+            judged_rows=[row for row in rows if row["shown"]],
+            silent_rows=[row for row in rows if not row["shown"]],
+            first_up=lambda text: text[:1].upper() + text[1:],
             tally=compare_tables.tally(comparison),
             judged=compare_tables.how_judged(),
             sections=[_section(comparison, panel, used) for panel in available(comparison)],

@@ -11,8 +11,9 @@ import seaborn as sns
 from matplotlib.axes import Axes
 
 from depthprobe.report.compare_schema import Comparison
+from depthprobe.report.gradient_panels import PlainLog
 from depthprobe.report.panels import Theme, finish
-from depthprobe.report.tables import number
+from depthprobe.report.tables import number, visible
 
 __all__ = ["COMPARE_PANELS", "DRAWN", "ComparePanel", "alt_text", "available", "curves", "draw"]
 
@@ -94,7 +95,7 @@ def alt_text(comparison: Comparison, panel: ComparePanel) -> str:
         for name, rows in curves(comparison, metric, panel.unit)[:DRAWN]:
             values = rows["value"].to_numpy()
             said.append(
-                f"{metric} of {name} from {number(float(values[0]))} to {number(float(values[-1]))}, between "
+                f"{metric} of {visible(name)} from {number(float(values[0]))} to {number(float(values[-1]))}, between "
                 f"{number(float(values.min()))} and {number(float(values.max()))}"
             )
     return f"Curves over relative depth: {'; '.join(said)}."
@@ -104,7 +105,8 @@ def _line(ax: Axes, name: str, place: int, rows: pd.DataFrame, theme: Theme) -> 
     palette = [*theme.lines, *sns.color_palette("colorblind", DRAWN).as_hex()[4:]]
     colour, x = palette[place % len(palette)], rows["relative_depth"].to_numpy()
     dashes = ("-", (0, (4, 1.5)), (0, (1.5, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
-    short = name if len(name) <= 28 else f"{name[:13]}…{name[-14:]}"
+    shown = visible(name)
+    short = shown if len(shown) <= 28 else f"{shown[:13]}…{shown[-14:]}"
     ax.plot(x, rows["value"], color=colour, label=short.replace("$", r"\$"), linewidth=1.6,
             linestyle=dashes[place % len(dashes)], marker=_MARKERS[place % len(_MARKERS)],
             markersize=5 if len(rows) <= 40 else 3, markeredgecolor=theme.background, markeredgewidth=0.5)  # fmt: skip
@@ -116,6 +118,8 @@ def _scale(ax: Axes, tables: Sequence[pd.DataFrame], floor: bool) -> None:
     values = np.concatenate([rows["value"].to_numpy() for rows in tables]) if tables else np.array([1.0])
     if values.min() > 0 and values.max() / values.min() > 20:
         ax.set_yscale("log")
+        ax.yaxis.set_major_formatter(PlainLog())
+        ax.yaxis.set_minor_formatter(PlainLog())
     elif floor and values.min() >= 0:
         ax.set_ylim(bottom=0)
     elif values.min() < 0 < values.max():
@@ -125,7 +129,7 @@ def _scale(ax: Axes, tables: Sequence[pd.DataFrame], floor: bool) -> None:
 COMPARE_PANELS: tuple[ComparePanel, ...] = (
     ComparePanel(
         "growth", "How the stream grows",
-        "The stream's norm at relative depth; post-LN normalises what every unit writes, so there it cannot grow.",
+        "Post-LN normalises what every unit writes, so that there the norm is that of its gains and cannot add up.",
         (("residual_norm", r"$\|x_l\|$"),),
     ),
     ComparePanel(

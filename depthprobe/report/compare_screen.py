@@ -35,7 +35,7 @@ def show_comparison(comparison: Comparison, console: Console | None = None, save
         console.print(Text(f"! {visible(warning)}", "yellow"))
     console.print(_scalars(comparison, console.width))
     console.print(Text(f"Verdict: {tally(comparison)}", "bold"))
-    console.print(_verdict(comparison))
+    console.print(_verdict(comparison), no_wrap=True, overflow="ellipsis")
     for note in comparison.notes:
         console.print(Text(visible(note), "dim"))
     if saved is not None:
@@ -59,27 +59,31 @@ def _scalars(comparison: Comparison, width: int) -> Table:
     more = len(comparison.lines) - shown
     grid.add_column(f"(and {more} more lines)" if more > 0 else "", no_wrap=True)
     for heading in table.headings:
-        name = visible(heading)
-        grid.add_column(name if len(name) <= _NAME else f"{name[: _NAME - 1]}…", justify="right", no_wrap=True)
+        grid.add_column(_short(heading), justify="right", no_wrap=True)
     for what, cells in table.rows:
         grid.add_row(what, *cells)
     return grid
 
 
-def _verdict(comparison: Comparison) -> Table:
-    """A line a criterion that was judged; claims that could not be are listed in one."""
-    grid = Table(box=None, padding=(0, 1), pad_edge=False, show_header=False)
-    for _ in range(4):
-        grid.add_column(overflow="ellipsis", no_wrap=True)
-    grid.add_column(overflow="ellipsis", no_wrap=True, ratio=1)
-    silent: dict[str, None] = {}
-    judged = {row["claim"] for row in verdict_rows(comparison) if row["shown"]}
-    for row in verdict_rows(comparison):
-        if row["shown"]:
-            verdict = Text(row["verdict"], _COLOURS.get(row["verdict"], ""))
-            grid.add_row(row["claim"], verdict, Text(visible(row["run"])), row["shown"], Text(row["criterion"]))
-        elif row["claim"] not in judged:
-            silent[row["claim"]] = None
-    if silent:
-        grid.add_row("", Text("not judged", "dim"), "", "", Text(", ".join(silent), "dim"))
-    return grid
+def _verdict(comparison: Comparison) -> Text:
+    """A line a criterion that was judged; claims that could not be judged are listed in one."""
+    rows = verdict_rows(comparison)
+    judged = [row for row in rows if row["shown"]]
+    widths = {key: max((len(visible(row[key])) for row in judged), default=0) for key in ("verdict", "run", "shown")}
+    widths["run"] = min(widths["run"], _NAME)
+    said = Text()
+    for row in judged:
+        name = _short(row["run"])
+        said.append(f"{row['claim']} ")
+        said.append(row["verdict"].ljust(widths["verdict"]), _COLOURS.get(row["verdict"], ""))
+        said.append(f"  {name.ljust(widths['run'])}  {row['shown'].rjust(widths['shown'])}  {row['criterion']}\n")
+    silent = dict.fromkeys(row["claim"] for row in rows if not row["shown"])
+    for claim in {row["claim"] for row in judged}:
+        silent.pop(claim, None)
+    said.append(f"cannot be judged here: {', '.join(silent)}" if silent else "", "dim")
+    return said
+
+
+def _short(name: str) -> str:
+    text = visible(name)
+    return text if len(text) <= _NAME else f"{text[: _NAME - 1]}…"

@@ -13,13 +13,13 @@ from depthprobe.report.panels import Panel, Theme, lines
 from depthprobe.report.schema import Report
 from depthprobe.report.tables import by_layer, number
 
-__all__ = ["GRADIENT_PANELS"]
+__all__ = ["GRADIENT_PANELS", "PlainLog"]
 
 _METRICS = ("gradient_norm", "gradient_norm_median", "gradient_norm_random", "gradient_norm_random_median")
 _APART = 4.0  # how many times larger or smaller than all others x_0's gradient may be and still be drawn
 
 
-class _Plain(LogFormatterSciNotation):
+class PlainLog(LogFormatterSciNotation):
     """1.2 instead of 1.2 × 10⁰, at the places that a logarithmic axis has room for."""
 
     def __call__(self, x: float, pos: Any = None) -> str:
@@ -42,8 +42,8 @@ def _draw(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
         tables = lines(replace(report, layers=rows), ax, theme, what, ylabel)
         if any((one["value"] > 0).any() for one in tables):
             ax.set_yscale("log", nonpositive="mask")
-            ax.yaxis.set_major_formatter(_Plain())
-            ax.yaxis.set_minor_formatter(_Plain())
+            ax.yaxis.set_major_formatter(PlainLog())
+            ax.yaxis.set_minor_formatter(PlainLog())
         said = f"at $x_0$, off this scale: {apart}" if apart else "" if tables else "not measured"
         ax.text(0.99, 0.95, said, transform=ax.transAxes, ha="right", va="top", color=theme.ink, fontsize=9)
         if not tables:
