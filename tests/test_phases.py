@@ -105,7 +105,7 @@ class TestClustering:
         assert result.clusters is not None
         assert not result.clusters.clear
         counts = result.clusters.counts
-        assert counts["silhouette"].max() == pytest.approx(counts["drift"].max(), abs=1e-3)
+        assert counts["silhouette"].max() <= counts["drift"].max() + 1e-3
         assert counts["silhouette"].max() > 0.25  # which alone would have been taken for phases
         assert any(note.startswith("No clear phases") for note in result.notes)
 
