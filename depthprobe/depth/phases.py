@@ -36,9 +36,9 @@ from depthprobe.verify import Anatomy
 __all__ = ["Clusters", "Phases", "boundaries", "cluster", "even", "phases", "squared_distances"]
 
 MOST = 8  # clusters
-# Nineteen random initialisations (SmolLM2-135M, MiniLM, a small GPT-2, and the four shipped placements; plain and centred) have
-# silhouettes of 0.23 to 0.40, which are −0.04 to 0.08 above the best of an even drift. Trained, SmolLM2 has 0.45 and
-# the GPT-2 0.47, 0.15 and 0.19 above; the shipped placements are within 0.04.
+# Nineteen random initialisations (of SmolLM2-135M, MiniLM, a small GPT-2 and the four shipped placements; plain and
+# centred) have silhouettes of 0.23 to 0.40, which are −0.04 to 0.08 above the best of an even drift. Trained, SmolLM2
+# has 0.45 and the GPT-2 0.47, 0.15 and 0.19 above; the shipped placements are within 0.04.
 CLEAR = 0.25  # silhouette below which there are no clear phases
 EXCESS = 0.1  # how much it has to be above the best of an even drift
 _SAME = 1e-6  # squared distance below which states do not differ, but for rounding
