@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
-from report_samples import HOSTILE, ablated, blocks_only, half, headless, hostile, interval, one_block, sample, sloped
+from report_samples import HOSTILE, ablated, blocks_only, half, headless, hostile, one_block, sample, sloped
 from rich.console import Console
 from scipy import stats
 
@@ -508,11 +508,18 @@ def test_depth_estimates_stand_side_by_side() -> None:
     columns = ["name", "unit", "variant", "value", "ci_low", "ci_high", "of", "passes_gate", "note"]
     rows = [
         ("stages", "block", "3%", 5.0, 4.5, 5.5, 12, True, ""),
-        ("dependence", "block", "", 3.0, 2.8, 3.2, 12, True, ""),
+        ("dependence", "block", "", 3.0, 2.8, 3.2, 12, False, ""),
     ]
     report = replace(sample(), depth=pd.DataFrame(rows, columns=columns), deep={"sequences": 16})
     found = depthprobe.compare(named(report, "a"), named(report, "b"))
     assert row(found.table, run="a", metric="stages 3%")["n"] == 16
     assert row(found.differences, metric="stages 3%")["difference"] == 0
-    assert ("stages 3%, blocks", ("5.00 [4.50, 5.50]",) * 2) in scalars(found).rows
-    assert interval(1.0, 0.5)["ci_low"] == 0.5
+    # on the first screen only what passes the gate, model by model
+    shown = dict(scalars(found).rows)
+    assert shown["depth: stages 3%, blocks"] == ("5.00 [4.50, 5.50]", "5.00 [4.50, 5.50]")
+    assert not any("dependence" in words for words in shown)
+    failed = replace(report, depth=report.depth.assign(passes_gate=False))
+    apart = dict(scalars(depthprobe.compare(named(report, "a"), named(failed, "b"))).rows)
+    assert apart["depth: stages 3%, blocks"] == ("5.00 [4.50, 5.50]", "")
+    seeds = [run("s1", (named(report, "a"), 1, None), group="g"), run("s2", (named(failed, "b"), 1, None), group="g")]
+    assert _compared(seeds, None).lines[0]["gate"] == []

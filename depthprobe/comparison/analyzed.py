@@ -19,7 +19,8 @@ from depthprobe.report import Report
 __all__ = ["Analyzer"]
 
 Watch = Callable[[str], Progress]
-_ANALYZING = ("skip_first", "interaction", "lens_positions", "ablations", "ablation_tokens", "gradient_tokens")
+_ANALYZING = ("skip_first", "interaction", "lens_positions", "ablations", "ablation_tokens", "gradient_tokens",
+              "depth_tokens")  # fmt: skip
 
 
 class Analyzer:

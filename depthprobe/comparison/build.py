@@ -86,7 +86,7 @@ def _compared(runs: list[Run], command: str | None) -> Comparison:
         runs=[_facts(run) for run in runs],
         lines=[
             {"name": line.name, "runs": [run.name for run in line.runs], "blocks": line.blocks,
-             "resolution": line.resolution}
+             "resolution": line.resolution, "gate": line.gate}
             for line in lines
         ],
         levels=[{"name": level.name, "words": level.words} for level in found],

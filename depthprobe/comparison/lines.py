@@ -11,7 +11,7 @@ import pandas as pd
 from scipy import stats
 
 from depthprobe.comparison.levels import Level
-from depthprobe.comparison.measures import Key, parts
+from depthprobe.comparison.measures import Key, depth_name, parts
 from depthprobe.comparison.runs import Run
 from depthprobe.contrast import difference, over_seeds, paired, smallest_effect, unpaired
 from depthprobe.errors import UsageError
@@ -56,6 +56,18 @@ class Line:
             for metric, value in run.report.resolution.items():
                 found[metric] = max(value, found.get(metric, 0.0))
         return found
+
+    @property
+    def gate(self) -> list[list[str]]:
+        """Estimates of depth, [metric, unit], that passed the gate in all of its runs."""
+        passed = [
+            [depth_name(row), str(row["unit"])]
+            for row in self.runs[0].report.depth.to_dict("records")
+            if row["passes_gate"]
+        ]
+        others = [run.report.depth[run.report.depth["passes_gate"]] for run in self.runs[1:]]
+        theirs = [{(depth_name(row), row["unit"]) for row in frame.to_dict("records")} for frame in others]
+        return [each for each in passed if all(tuple(each) in found for found in theirs)]
 
 
 def lines_of(runs: Sequence[Run]) -> list[Line]:

@@ -11,7 +11,7 @@ from depthprobe.contrast import between, median
 from depthprobe.estimate import Interval
 from depthprobe.report import Report
 
-__all__ = ["MODEL", "THIRDS", "Key", "measures", "mixed", "parts"]
+__all__ = ["MODEL", "THIRDS", "Key", "depth_name", "measures", "mixed", "parts"]
 
 Key = tuple[str, str, str]  # metric, unit, where
 THIRDS = ("early", "middle", "late")
@@ -68,6 +68,11 @@ def mixed(a: pd.DataFrame, b: pd.DataFrame, weight: float) -> pd.DataFrame:
     return both[keys].assign(**columns, n=both[["n", "n_b"]].min(axis=1))[_COLUMNS]
 
 
+def depth_name(row: Any) -> str:
+    """What a row of depth.csv is called here: its name, and its variant behind it."""
+    return f"{row['name']} {row['variant']}".strip()
+
+
 def _of_model(report: Report, val_loss: float | None) -> list[tuple[str, str, Any]]:
     """(metric, unit, value with interval) of what is one number a model."""
     found: list[tuple[str, str, Any]] = [
@@ -79,8 +84,7 @@ def _of_model(report: Report, val_loss: float | None) -> list[tuple[str, str, An
     found.append(("val_loss", MODEL, val_loss and {"value": val_loss, "ci_low": None, "ci_high": None}))
     found += [(name, MODEL, report.gradients.get(key)) for key, name in _RATIOS.items()]
     for row in report.depth.to_dict("records"):
-        name = f"{row['name']} {row['variant']}" if row["variant"] else row["name"]
-        found.append((name, row["unit"], row))
+        found.append((depth_name(row), row["unit"], row))
     return [(metric, unit, value) for metric, unit, value in found if value and value.get("value") is not None]
 
 

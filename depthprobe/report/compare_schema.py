@@ -64,7 +64,8 @@ class Comparison:
         runs: one dict a run: name, group (empty for none), source, how (where its numbers come from), blocks, width,
             parameters, placement, objective, dtype, vocab_size, corpus, sha256, sequences, tokens (per sequence), and
             of its training, None where that is not known: seed, trained_tokens, val_loss, failed (why), checkpoints.
-        lines: name, runs (their names), blocks, reasons (metric → the value that rounding alone gives it).
+        lines: name, runs (their names), blocks, resolution (metric → the value that rounding alone gives it), gate (the
+            estimates of depth, metric and unit, that passed the gate in all of its runs).
         levels: at what the lines were compared, in the order of `differences`: name, words.
         warnings: what makes the comparison unfair, a sentence each.
         notes: what is missing, and how it was done, a sentence each.

@@ -88,6 +88,8 @@ def model_rows(comparison: Comparison) -> list[dict[str, str]]:
 def scalars(comparison: Comparison, most: int | None = None) -> SideBySide:
     """What is one number a model, then estimates of depth, then the last third of the blocks, line by line.
 
+    An estimate of depth that does not pass the gate on a model is left out for it; it stands in compare.csv.
+
     Args:
         comparison: whose lines.
         most: lines to show, the first ones; None for all.
@@ -96,14 +98,16 @@ def scalars(comparison: Comparison, most: int | None = None) -> SideBySide:
     columns = [_of_line(comparison.table, line) for line in lines]
     whole = [column[column["relative_depth"].isna()] for column in columns]
     wanted = [(metric, "model", words) for metric, words in SCALARS.items()]
-    depths: dict[tuple[str, str], None] = {}
-    for column in whole:
-        estimates = column[column["unit"] != "model"]
-        depths |= dict.fromkeys(zip(estimates["metric"], estimates["unit"], strict=True))
-    wanted += [(metric, unit, f"{metric}, {unit}s") for metric, unit in depths]
+    depths = dict.fromkeys((metric, unit) for line in lines for metric, unit in line["gate"])
+    wanted += [(metric, unit, f"depth: {metric}, {unit}s") for metric, unit in depths]
     rows = []
     for metric, unit, words in wanted:
-        cells = [_cell(column[(column["metric"] == metric) & (column["unit"] == unit)]) for column in whole]
+        cells = [
+            _cell(column[(column["metric"] == metric) & (column["unit"] == unit)])
+            if unit == "model" or [metric, unit] in line["gate"]
+            else ""
+            for line, column in zip(lines, whole, strict=True)
+        ]
         rows.append((words, tuple(cells)))
     for metric, words in _LATE.items():
         rows.append((words, tuple(_late(column, metric) for column in columns)))
