@@ -150,8 +150,8 @@ def _alt(report: Report) -> str:
 
 
 def _has(*names: str) -> Callable[[Report], bool]:
-    """Whether one of these curves is there."""
-    return lambda report: any(name in report.deep.get("curves", {}) for name in names)
+    """Whether one of these curves has a row."""
+    return lambda report: any(not curve_of(report, name).empty for name in names)
 
 
 DEPTH_PANELS: tuple[Panel, ...] = (
