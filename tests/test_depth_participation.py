@@ -6,17 +6,17 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-import torch
 from by_hand import corpus_of, opened, swept
 from depth_by_hand import PLACEMENTS, lab
 from families import build, ids
-from test_staging import INPUTS, PART, Net, Nothing, Reads, identity
+from test_staging import INPUTS, identity
 from torch import Tensor, nn
 
 from depthprobe.ablations.schedule import skip
 from depthprobe.depth.base import Estimate
 from depthprobe.depth.effects import run_skips
 from depthprobe.depth.participation import participation, writers
+from depthprobe.lab.exact import Net, chain, halved, lengthened, parallel, staged
 
 
 def measure(model: nn.Module, inputs: Tensor = INPUTS, unit: str = "block") -> Estimate:
@@ -27,37 +27,9 @@ def value(model: nn.Module) -> float:
     return measure(model).value("participation").value
 
 
-class Turn(nn.Module):
-    """A block without a skip: an orthogonal matrix, the same one for every block."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        draw = torch.Generator().manual_seed(3)
-        self.weight = nn.Parameter(torch.linalg.qr(torch.randn(width, width, generator=draw))[0])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
-
-
-class Linear(Reads):
-    """x + gain · W x[reads], written to another part of the stream."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        update = self.gain * x[..., PART * self.reads : PART * (self.reads + 1)] @ self.weight.T
-        before = PART * self.writes
-        return x + nn.functional.pad(update, (before, x.shape[-1] - before - PART))
-
-
 def alike(count: int, gain: float = 1.0) -> Net:
-    return Net([Reads(0, 0, 1, gain) for _ in range(count)], 2)
-
-
-def stages(count: int, each: int) -> Net:
-    """In a stage all branches are the same; without one of g the last part is (g − 1) / g of what it was."""
-    model = Net([Linear(k, k, k + 1, 1 / each) for k in range(count) for _ in range(each)], count + 1, [count])
-    with torch.no_grad():
-        model.embed.weight[:, PART:] = 0
-    return model
+    """Equal branches, each of that gain."""
+    return parallel(count, count * gain)
 
 
 class TestExactAnswers:
@@ -67,29 +39,26 @@ class TestExactAnswers:
 
     @pytest.mark.parametrize("count", [2, 5])
     def test_a_chain_of_equal_blocks(self, count: int) -> None:
-        assert value(Net([Turn(2 * PART) for _ in range(count)], 2)) == pytest.approx(count, abs=1e-3)
+        assert value(chain(count, alike=True)) == pytest.approx(count, abs=1e-3)
 
     @pytest.mark.parametrize(("count", "each"), [(2, 2), (3, 2), (2, 3)])
     def test_stages_of_parallel_branches(self, count: int, each: int) -> None:
-        assert value(stages(count, each)) == pytest.approx(count * each, abs=1e-3)
+        assert value(staged(count, each, bent=False)) == pytest.approx(count * each, abs=1e-3)
 
     def test_blocks_that_do_nothing(self) -> None:
         row = measure(identity(3)).value("participation")
         assert (row.value, row.ci_low, row.ci_high) == (0, 0, 0)
 
-    @pytest.mark.parametrize("make", [lambda: alike(3), lambda: stages(2, 2)])
+    @pytest.mark.parametrize("make", [lambda: alike(3), lambda: staged(2, 2, bent=False)])
     def test_blocks_of_nothing_appended_change_nothing(self, make: Callable[[], Net]) -> None:
-        model = make()
-        model.blocks.extend(Nothing() for _ in range(4))
-        assert value(model) == pytest.approx(value(make()), abs=1e-3)
+        assert value(lengthened(make(), 0, 4)) == pytest.approx(value(make()), abs=1e-3)
 
     def test_a_branch_in_two_halves(self) -> None:
         """L · 2^(1/L) where a half costs half; the KL of a small branch is a square, so each half costs a quarter."""
         for count in (1, 2, 5):
             halves = [[1.0] * (count - 1) + [0.5, 0.5]]
             assert writers(np.array(halves))[0] == pytest.approx(count * 2 ** (1 / count))
-        model = alike(3, gain=0.02)
-        model.blocks = nn.ModuleList([*model.blocks[:2], Reads(0, 0, 1, 0.01), Reads(0, 0, 1, 0.01)])
+        model = halved(alike(3, gain=0.02), 2)
         assert value(model) == pytest.approx(float(writers(np.array([[1, 1, 0.25, 0.25]]))[0]), abs=1e-2)
 
 

@@ -8,8 +8,8 @@ import torch
 from by_hand import corpus_of, opened
 from depth_by_hand import PLACEMENTS, lab, readout, units
 from families import analyze, build, ids
-from test_depth_participation import Turn, alike
-from test_staging import INPUTS, PART, Net, identity
+from test_depth_participation import alike
+from test_staging import INPUTS, Net, identity
 from torch import nn
 
 from depthprobe.depth import published
@@ -24,6 +24,7 @@ from depthprobe.depth.published import (
     lens_depths,
 )
 from depthprobe.errors import UsageError
+from depthprobe.lab.exact import chain, lengthened
 
 
 def crossing(model: nn.Module, unit: str = "block") -> Estimate:
@@ -143,9 +144,7 @@ class TestLens:
         assert found.value("lens_kl_depth").value == found.value("lens_overlap_depth").value == 0
 
     def test_appended_blocks_of_nothing_change_nothing(self) -> None:
-        model = alike(2)
-        more = alike(2)
-        more.blocks.extend(identity(3).blocks)
+        model, more = alike(2), lengthened(alike(2), 2, 3)
         for name in ("lens_kl_depth", "lens_overlap_depth"):
             assert lens(more).value(name).value == lens(model).value(name).value
 
@@ -185,8 +184,7 @@ class TestScore:
     @pytest.mark.parametrize("count", [1, 4])
     def test_equal_use_scores_the_middle_whatever_the_order(self, count: int) -> None:
         assert score(alike(count)).value("depth_score").value == pytest.approx((count + 1) / 2, abs=1e-3)
-        chain = Net([Turn(2 * PART) for _ in range(count)], 2)
-        assert score(chain).value("depth_score").value == pytest.approx((count + 1) / 2, abs=1e-3)
+        assert score(chain(count, alike=True)).value("depth_score").value == pytest.approx((count + 1) / 2, abs=1e-3)
 
     def test_blocks_that_do_nothing(self) -> None:
         assert {row.value for row in score(identity(3)).rows} == {0}
