@@ -183,6 +183,27 @@ class TestSpread:
         assert (result.counts["ci_low"] <= result.counts["silhouette"]).all()
         assert (result.counts["silhouette"] <= result.counts["ci_high"]).all()
 
+    def test_shares_by_hand(self) -> None:
+        """Each sequence turns by angles of its own; every resample is clustered again, in plain loops."""
+        steps = np.random.default_rng(4).exponential(0.3, size=(8, 7))
+        at = np.concatenate([np.zeros((8, 1)), np.cumsum(steps, axis=1)], axis=1)
+        grams, draws = np.cos((at[:, :, None] - at[:, None]) / 2), Resampler(8, None, 3, 40)
+        counted, cut = np.zeros(6), np.zeros(7)
+        for gram in draws.replicates(grams.reshape(8, -1)).reshape(-1, 8, 8):
+            squared = 2 - 2 * gram
+            np.fill_diagonal(squared, 0)
+            order, values = merged_by_hand(squared), []
+            for count in range(2, 8):
+                labels = np.array([sum(state > b for b in order[: count - 1]) for state in range(8)])
+                values.append(silhouette_score(np.sqrt(np.maximum(squared, 0)), labels, metric="precomputed"))
+            counted[int(np.argmax(values))] += 1
+            cut[order[: int(np.argmax(values)) + 1]] += 1
+        result = cluster(grams, draws)
+        assert result is not None
+        np.testing.assert_allclose(result.counts["share"], counted / 40)
+        np.testing.assert_allclose(result.between["share"], cut / 40)
+        assert ((cut > 0) & (cut < 40)).sum() > 2  # or the test would say nothing
+
     def test_the_order_of_sequences_changes_nothing(self) -> None:
         model = lab(blocks=6)
         forth, back = found(model), found(model, INPUTS.flip(0))
