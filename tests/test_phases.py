@@ -341,9 +341,12 @@ class TestReport:
         plain = turned.plain()
         ends = {"ci_low": None, "ci_high": None} if state is None else {"ci_low": state - 2.0, "ci_high": state + 2.0}
         plain["first"]["next token"] = {"state": state, **ends, "best": 0.5, "baseline": 0.1}
-        said = finding(replace(sample(), phases=plain))
-        assert said is not None
-        assert text in said.text
+        for train, few in ((127, True), (128, False)):  # the sample is 64 wide
+            read = [{**row, "target": "next token", "train": train} for row in plain["readable"]]
+            said = finding(replace(sample(), phases={**plain, "readable": read}))
+            assert said is not None
+            assert text in said.text
+            assert ("fitted on 127 positions: too few" in said.text) == few
 
     def test_no_clear_clusters_are_said(self) -> None:
         report = reported(found(turning([0.15] * 12)))

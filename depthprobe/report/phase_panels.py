@@ -25,7 +25,7 @@ _MARKERS = ("o", "s", "^")
 def finding(report: Report) -> Finding | None:
     """From which state on the model only refines, and into which ranges its states fall; None if not looked for."""
     found = report.phases
-    said = [text for text in (_from(found), _clusters(found)) if text]
+    said = [text for text in (_from(found) + _few(report), _clusters(found)) if text]
     if not said:
         return None
     text = "; ".join(said)
@@ -55,6 +55,13 @@ def _from(found: dict[str, Any]) -> str:
         f"the next token can be read to 90 % of its best from x_{state} on{within}: blocks before still compute it, "
         "those after refine it"
     )
+
+
+def _few(report: Report) -> str:
+    """A warning where the classifiers of the next token were fitted on fewer than two positions a dimension."""
+    fitted = [row["train"] for row in report.phases.get("readable", []) if row["target"] == "next token"]
+    few = bool(fitted) and fitted[0] < 2 * report.model["width"]
+    return f" (fitted on {number(fitted[0])} positions: too few to rely on)" if few else ""
 
 
 def _between(low: int, high: int) -> str:
