@@ -19,7 +19,7 @@ from depthprobe.ablations.sweep import planned_evaluations
 from depthprobe.ablations.table import merge_against_skip, proxies, table
 from depthprobe.checkpoint import Checkpoint
 from depthprobe.corpus import Corpus
-from depthprobe.estimate import Resampler
+from depthprobe.estimate import Resampler, plain_table
 from depthprobe.prepare import prepare
 from depthprobe.verify import Anatomy
 
@@ -150,9 +150,10 @@ def run_ablations(
     resume: Path | None = None,
     layers: pd.DataFrame | None = None,
     pairs: pd.DataFrame | None = None,
+    skip_first: int | None = None,
 ) -> Ablations:
     """Sweep, and put the result into tables; `layers` and `pairs` of a report add the proxies' correlations."""
-    swept = sweep(anatomy, corpus, schedules, settings, progress, resume)
+    swept = sweep(anatomy, corpus, schedules, settings, progress, resume, skip_first=skip_first)
     resampler = Resampler(corpus.sequences, corpus.documents, settings.seed)
     cost = "kl" if "kl" in swept.effects else "state_distance"
     base = None
@@ -173,6 +174,8 @@ def run_ablations(
         "seconds": swept.seconds,
         "notes": swept.notes,
     }
+    if swept.later is not None:
+        merging["later"] = plain_table(swept.later.frame(resampler))
     return Ablations(table(swept, resampler), merging, swept)
 
 
@@ -183,11 +186,15 @@ def default_sweep(
     layers: pd.DataFrame,
     pairs: pd.DataFrame,
     progress: Progress | None = None,
+    skip_first: int = 1,
 ) -> Ablations:
-    """What `analyze` runs: single skips, adjacent merges and swaps, a quarter of the positions scored."""
+    """What `analyze` runs: single skips, adjacent merges and swaps, a quarter of the positions scored.
+
+    The skips are watched for what they do to later blocks' updates, the leading `skip_first` positions left out.
+    """
     schedules = default_schedules(len(anatomy.stream), controls=False, post_ln=anatomy.post_ln)
     settings = SweepSettings(score_positions=ANALYZE_SHARE, seed=seed)
-    return run_ablations(anatomy, corpus, schedules, settings, progress, layers=layers, pairs=pairs)
+    return run_ablations(anatomy, corpus, schedules, settings, progress, None, layers, pairs, skip_first)
 
 
 def sweep_cost(anatomy: Anatomy, corpus: Corpus, schedules: list[Schedule]) -> tuple[int, str]:

@@ -120,7 +120,7 @@ def analyze(
     if not ablations:
         return report
     swept = default_sweep(
-        anatomy, select_sequences(corpus, ablation_tokens), seed, report.layers, report.pairs, progress
+        anatomy, select_sequences(corpus, ablation_tokens), seed, report.layers, report.pairs, progress, skip_first
     )
     return replace(report, ablations=swept.table, merging=swept.merging)
 

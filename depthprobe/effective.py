@@ -20,7 +20,7 @@ from depthprobe.depth.gate import CONTROLS, judge, static_gate
 from depthprobe.depth.phases import phases
 from depthprobe.depth.suite import ESTIMATORS, Ran, chosen, run_estimators, weight
 from depthprobe.errors import DepthprobeError, UsageError
-from depthprobe.estimate import Interval
+from depthprobe.estimate import Interval, plain_table
 from depthprobe.prepare import prepare
 from depthprobe.report import Report
 from depthprobe.verify import Anatomy
@@ -280,8 +280,7 @@ def _effective(
             if name == "pairs":
                 pairs = curve
             else:
-                plain = curve.astype(object).where(curve.notna(), None)
-                curves[f"{one.name}/{name}"] = {"columns": list(curve.columns), "rows": plain.to_numpy().tolist()}
+                curves[f"{one.name}/{name}"] = plain_table(curve)
         notes += [note for note in one.estimate.notes if note not in notes]
     notes += [
         f"The control {name} could not be made: {found}." for name, found in controls.items() if isinstance(found, str)

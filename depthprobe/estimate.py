@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 from scipy import stats
 
-__all__ = ["Interval", "PerSequence", "Resampler", "jackknife"]
+__all__ = ["Interval", "PerSequence", "Resampler", "jackknife", "plain_table"]
 
 Floats = NDArray[np.float64]
 
@@ -101,6 +103,12 @@ class Resampler:
             return Interval(value, np.nan, np.nan)
         low, high = np.nanquantile(of_means(self.replicates(columns)), [0.025, 0.975])
         return Interval(value, float(low), float(high))
+
+
+def plain_table(frame: pd.DataFrame) -> dict[str, Any]:
+    """A table as a report holds it: columns and rows of JSON's own types, None for what is not a number."""
+    plain = frame.astype(object).where(frame.notna(), None)
+    return {"columns": list(frame.columns), "rows": plain.to_numpy().tolist()}
 
 
 def jackknife(value: float, left_out: Floats) -> Interval:

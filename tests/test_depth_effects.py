@@ -12,10 +12,14 @@ from families import build, ids
 from test_staging import INPUTS, Net, Reads, identity, parallel
 from torch import Tensor, nn
 
+from depthprobe.ablation import default_schedules
+from depthprobe.ablations.later import reason_against
+from depthprobe.ablations.run import SweepSettings, sweep
 from depthprobe.ablations.schedule import parse, skip
 from depthprobe.depth.base import DepthSettings
 from depthprobe.depth.effects import ALL, LATER, Skips, effects, run_skips
 from depthprobe.errors import UsageError
+from depthprobe.estimate import Resampler
 from depthprobe.lab import LabForCausalLM
 from depthprobe.probes.base import key_rng
 
@@ -213,3 +217,36 @@ def test_curves_are_frames() -> None:
     found = effects(opened(lab(blocks=1), INPUTS), corpus_of(INPUTS))
     assert isinstance(found.curves["effects"], pd.DataFrame)
     assert len(found.curves["effects"]) == 0
+
+
+@pytest.mark.parametrize("placement", ["pre", "branch", "sandwich", "none"])
+def test_a_sweep_gives_the_same_matrix_without_another_run(placement: str) -> None:
+    """The runs that `analyze` makes anyway, against those of `effects`."""
+    inputs = ids(5, 12, vocab=50)
+    anatomy, corpus = opened(lab(blocks=4, placement=placement), inputs), corpus_of(inputs)
+    schedules = default_schedules(4, controls=False)
+    plain = sweep(anatomy, corpus, schedules, SweepSettings())
+    watched = sweep(anatomy, corpus, schedules, SweepSettings(batch_size=2), skip_first=1)
+    assert watched.evaluations / 3 == plain.evaluations  # the same in each of three batches
+    assert watched.later is not None
+    mine = watched.later.frame(Resampler(corpus.sequences))
+    theirs = effects(anatomy, corpus).curves["effects"]
+    theirs = theirs[theirs["tokens"] == "all tokens"].reset_index(drop=True)
+    columns = ["skipped", "unit", "tokens", "statistic"]
+    pd.testing.assert_frame_equal(mine[columns], theirs[columns], check_dtype=False)
+    for column in ("value", "ci_low", "ci_high"):
+        assert mine[column].to_numpy() == pytest.approx(theirs[column].to_numpy(), rel=1e-5)
+
+
+def test_where_a_sweep_cannot_tell() -> None:
+    inputs = ids(3, 12, vocab=50)
+    for model, words in (
+        (lab(placement="post"), "identity path"),
+        (lab(placement="deepnorm"), "identity path"),
+        (lab(placement="pre").to(torch.bfloat16), "half precision"),
+        (lab(placement="pre", blocks=1), "one block"),
+    ):
+        anatomy = opened(model, inputs)
+        assert words in reason_against(anatomy, 12, 1)
+        assert sweep(anatomy, corpus_of(inputs), [parse("0")], SweepSettings(), skip_first=1).later is None
+    assert "no position" in reason_against(opened(lab(placement="pre"), inputs), 12, 12)

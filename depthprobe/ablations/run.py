@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from depthprobe.ablations.effects import Reference, Scored
+from depthprobe.ablations.later import Later, reason_against
 from depthprobe.ablations.schedule import Schedule
 from depthprobe.ablations.store import Store
 from depthprobe.ablations.sweep import Trie, planned_evaluations, run_batch
@@ -91,6 +92,8 @@ class Swept:
         evaluations: unit evaluations that were made.
         plain_evaluations: what one forward pass a schedule would have made.
         seconds: wall-clock time, of this process.
+        notes: sentences on this run.
+        later: what single skips did to later blocks' updates, where that was asked for and can be told.
     """
 
     schedules: list[Schedule]
@@ -101,6 +104,7 @@ class Swept:
     plain_evaluations: int
     seconds: float
     notes: list[str] = field(default_factory=list)
+    later: Later | None = None
 
 
 def sweep(
@@ -111,6 +115,7 @@ def sweep(
     progress: Progress | None = None,
     resume: Path | None = None,
     unigram: Tensor | None = None,
+    skip_first: int | None = None,
 ) -> Swept:
     """Run every schedule on every sequence, sharing what can be shared.
 
@@ -121,6 +126,7 @@ def sweep(
         settings: how.
         progress: called with (unit evaluations done, in all); those of finished chunks that were kept count as done.
         unigram: log-probabilities `[vocabulary]` of a unigram model to state KL(unmodified ‖ unigram) of.
+        skip_first: watch what single skips do to later blocks' updates, these leading positions left out; None for not.
         resume: folder that keeps finished chunks; a run that finds its own chunks there goes on after them.
 
     Raises:
@@ -148,13 +154,15 @@ def sweep(
     trie = Trie.of(schedules)
     started, parts = time.perf_counter(), []
     stream, device = anatomy.stream, anatomy.stream.checkpoint.device
+    watched = skip_first is not None and not reason_against(anatomy, corpus.tokens, skip_first)
+    later = Later(len(stream), corpus.sequences, skip_first or 0) if watched else None
     for start in range(0, corpus.sequences, step):
         stop = min(start + step, corpus.sequences)
         part = None if store is None else store.load(start)
         if part is None:
             inputs = corpus.inputs[start:stop]
             inputs = inputs.to(device, stream.checkpoint.dtype if corpus.is_states else inputs.dtype)
-            part = _chunk(units, trie, schedules, inputs, np.arange(start, stop), settings, unigram)
+            part = _chunk(units, trie, schedules, inputs, np.arange(start, stop), settings, unigram, later)
             if store is not None:
                 store.save(start, part)
         else:
@@ -171,6 +179,7 @@ def sweep(
         plain * chunks,
         time.perf_counter() - started,
         _notes(anatomy) + _tight(anatomy, corpus, settings),
+        later,
     )
 
 
@@ -182,8 +191,11 @@ def _chunk(
     sequences: NDArray[np.int64],
     settings: SweepSettings,
     unigram: Tensor | None,
+    later: Later | None,
 ) -> dict[str, NDArray[np.float64]]:
     stream = units.stream
+    if later is not None:
+        later.begin(sequences)
     scored, inputs = scored_batch(units.anatomy, inputs, sequences, settings.score_positions, settings.seed)
 
     def reference(last: Tensor) -> Reference | None:
@@ -195,7 +207,7 @@ def _chunk(
         return vector / torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
 
     with torch.no_grad():
-        effects, score = run_batch(units, stream.enter(inputs), trie, reference, direction)
+        effects, score = run_batch(units, stream.enter(inputs), trie, reference, direction, later)
     part = {name: np.stack([effects[i][name] for i in range(len(schedules))], axis=1) for name in effects[0]}
     for name, values in part.items():
         if not np.isfinite(values).all():

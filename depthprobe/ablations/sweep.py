@@ -13,6 +13,7 @@ from torch import Tensor
 
 from depthprobe.ablations.effects import Reference, state_distance
 from depthprobe.ablations.kinds import NOISE
+from depthprobe.ablations.later import Later
 from depthprobe.ablations.schedule import Schedule, Stage, Unit, unmodified
 from depthprobe.ablations.units import Units
 from depthprobe.stream import Entry
@@ -62,6 +63,7 @@ def run_batch(
     trie: Trie,
     reference: Callable[[Tensor], Reference | None],
     direction: Callable[[int, Tensor], Tensor],
+    later: Later | None = None,
 ) -> tuple[dict[int, Effects], Reference | None]:
     """The effects of every schedule in the trie on one batch.
 
@@ -74,6 +76,7 @@ def run_batch(
         trie: the schedules.
         reference: makes the unmodified predictions from the unmodified x_L; returns None without a head.
         direction: a random unit vector a token for a layer, shaped like the state that it is given.
+        later: is shown every block that runs where one block before it was skipped and nothing else was changed.
 
     Returns:
         Schedule index → metric → `[batch]`, and the unmodified predictions, None without a head.
@@ -82,6 +85,8 @@ def run_batch(
     for layer in range(len(units.stream)):
         spine.append(units.unit(entry, Unit(layer), spine[-1]))
     score = reference(spine[-1])
+    if later is not None:
+        later.spine(spine)
     effects: dict[int, Effects] = {}
 
     def noise(layer: int) -> Tensor:
@@ -92,7 +97,7 @@ def run_batch(
         vector = direction(layer, dropped) * torch.linalg.vector_norm(dropped, dim=-1, keepdim=True)
         return vector.to(spine[layer].dtype)
 
-    def walk(node: Trie, x: Tensor, on_spine: int | None) -> None:
+    def walk(node: Trie, x: Tensor, on_spine: int | None, skipped: int | None = None, after: int = 0) -> None:
         if node.ends:
             found = {"state_distance": state_distance(x, spine[-1])}
             if score is not None:
@@ -116,7 +121,13 @@ def run_batch(
             follows = on_spine is not None and stage == (Unit(on_spine),)
             if place == len(steps) - 1:
                 outputs.clear()
-            walk(child, z, on_spine + 1 if follows and on_spine is not None else None)
+            # A block that is run next but one was skipped; from there on each block must follow the one before.
+            without = on_spine if on_spine is not None and stage == (Unit(on_spine + 1),) else None
+            if skipped is not None and stage == (Unit(after),):
+                without = skipped
+            if without is not None and later is not None:
+                later.see(without, stage[0].layer, x, z)
+            walk(child, z, on_spine + 1 if follows and on_spine is not None else None, without, stage[0].layer + 1)
 
     walk(trie, entry.x, 0)
     return effects, score

@@ -136,7 +136,7 @@ def analyze(
         )
         say(f"Ablations: {cost}")
         with Bar("Ablating", total, "block evaluations") as progress:
-            swept = default_sweep(anatomy, part, seed, report.layers, report.pairs, progress)
+            swept = default_sweep(anatomy, part, seed, report.layers, report.pairs, progress, skip_first)
         report = replace(report, ablations=swept.table, merging=swept.merging)
     path = report.save(target, figures)  # type: ignore[arg-type]
     show(report, saved=path)

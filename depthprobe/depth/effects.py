@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from depthprobe.ablations.effects import Reference, Scored, state_distance
+from depthprobe.ablations.later import over_tokens
 from depthprobe.ablations.run import scored_batch
 from depthprobe.corpus import Corpus
 from depthprobe.depth.base import DepthSettings, Estimate, Floats, Progress, batches, bytes_of_sequence, resampler
@@ -174,7 +175,7 @@ def run_skips(
                 for kind in kinds:
                     x, found = _without(walk, taken, skipped, None if kind == ALL else ~keep[LATER])
                     for offset, change in enumerate(found):
-                        mean, high = _over_tokens(change, keep[kind])
+                        mean, high = over_tokens(change, keep[kind])
                         changes[kind, "mean"][indices, start + offset] = mean
                         changes[kind, "p95"][indices, start + offset] = high
                     away, price = out.compare(x, None if kind == ALL else keep[LATER])
@@ -284,11 +285,3 @@ def _mean(values: Tensor, where: Tensor | None) -> Floats:
         return values.mean(dim=1).cpu().numpy()
     return torch.where(where, values, torch.nan).nanmean(dim=1).cpu().numpy()
 
-
-def _over_tokens(change: Tensor, keep: Tensor) -> tuple[Floats, Floats]:
-    """Mean and 95th percentile over the positions that are kept and have an update at all, `[batch]`."""
-    values = torch.where(keep, change, torch.nan)
-    return (
-        values.nanmean(dim=1).nan_to_num(0.0).cpu().numpy(),
-        values.nanquantile(0.95, dim=1).nan_to_num(0.0).cpu().numpy(),
-    )

@@ -15,7 +15,7 @@ from depthprobe.report.panels import Panel, Theme, finish
 from depthprobe.report.schema import Report
 from depthprobe.report.tables import number, with_interval
 
-__all__ = ["DEPTH_PANELS"]
+__all__ = ["DEPTH_PANELS", "LATER_PANELS"]
 
 _NO_DEPTH = ("direct_share", "direct_share_raw", "path_cross")  # shares, in no unit of depth
 _METRICS = (
@@ -190,3 +190,5 @@ DEPTH_PANELS: tuple[Panel, ...] = (
         lambda _: "Steps of the published estimates over their thresholds.",
     ),
 )  # fmt: skip
+
+LATER_PANELS = tuple(panel for panel in DEPTH_PANELS if panel.name == "effects")  # which a sweep alone gives, too

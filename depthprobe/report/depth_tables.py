@@ -136,8 +136,13 @@ def depth_facts(report: Report) -> list[tuple[str, str]]:
 
 
 def curve_of(report: Report, name: str) -> pd.DataFrame:
-    """A table beside the estimates, such as `stages/stages`; empty where it is not there."""
+    """A table beside the estimates, such as `stages/stages`; empty where it is not there.
+
+    What `analyze` knows of effects on later blocks comes from its sweep.
+    """
     found: dict[str, Any] | None = report.deep.get("curves", {}).get(name)
+    if found is None and name == "effects/effects":
+        found = report.merging.get("later")
     if found is None:
         return pd.DataFrame()
     return pd.DataFrame(found["rows"], columns=found["columns"])

@@ -23,6 +23,7 @@ class PlainLog(LogFormatterSciNotation):
     """1.2 instead of 1.2 × 10⁰, at the places that a logarithmic axis has room for."""
 
     def __call__(self, x: float, pos: Any = None) -> str:
+        """The label of a tick at x; empty where there is no room."""
         if not super().__call__(x, pos):
             return ""
         return f"{x:.3g}" if 1e-4 <= x < 1e5 else super().__call__(x, pos)

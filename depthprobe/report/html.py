@@ -14,7 +14,7 @@ import markupsafe
 from depthprobe.glossary import METRICS, NOTATION, Metric
 from depthprobe.report import ablation_tables, depth_tables, figures, gradient_tables, tables
 from depthprobe.report.ablation_panels import ABLATION_PANELS
-from depthprobe.report.depth_panels import DEPTH_PANELS
+from depthprobe.report.depth_panels import DEPTH_PANELS, LATER_PANELS
 from depthprobe.report.findings import caveat, findings, headline
 from depthprobe.report.gradient_panels import GRADIENT_PANELS
 from depthprobe.report.panels import DARK, LIGHT, PANELS, Panel, Theme
@@ -151,7 +151,7 @@ def _changes(report: Report, used: set[str]) -> dict[str, Any]:
     drawn = used - {"state_distance"} if cost == "kl" else used
     return {
         "facts": [(key, value) for key, value in facts if value],
-        "sections": _sections(report, ABLATION_PANELS, drawn),
+        "sections": _sections(report, ABLATION_PANELS if report.deep else (*ABLATION_PANELS, *LATER_PANELS), drawn),
         "table": ablation_tables.schedule_table(report),
     }
 
