@@ -35,7 +35,7 @@ def compare(
     runs: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="RUN…",
+            metavar="RUN",
             show_default=False,
             help="Folders that analyze wrote, or checkpoints, which are analyzed first. Of a folder that train wrote "
             "every checkpoint is taken.",

@@ -164,6 +164,8 @@ def training_of(folder: Path) -> Training:
 
 def named_apart(runs: Sequence[Run]) -> list[Run]:
     """The runs, those of equal names by their folder too, and by a number where that is the same as well."""
+    # a table takes no halves of characters, which the name of a folder may have
+    runs = [replace(run, name=run.name.encode(errors="backslashreplace").decode()) for run in runs]
     parents = [Path(run.source).resolve().parent.name for run in runs]
     many = Counter(run.name for run in runs)
     longer = [f"{parent}/{run.name}" if many[run.name] > 1 and run.how != "a report" else run.name
