@@ -481,6 +481,13 @@ def test_saving_again_replaces_its_own_files_and_no_others(tmp_path) -> None:
     assert (tmp_path / "figures" / "compare_growth.svg").exists()
 
 
+def test_a_formula_at_the_beginning_of_a_sentence_stays_as_it_is(monkeypatch) -> None:
+    monkeypatch.setattr(compare_html, "render", lambda *_: b"")
+    page = compare_html.page(depthprobe.compare(ablated()))
+    assert "<dd>ρ falls with depth" in page
+    assert "<dd>Updates have equal size" in page
+
+
 def test_names_are_text_and_nothing_else(monkeypatch) -> None:
     attacked = named(hostile(), HOSTILE)
     monkeypatch.setattr(compare_html, "render", lambda *_: b"")

@@ -41,8 +41,8 @@ def missing(runs: Sequence[Run]) -> list[str]:
     for what, lacks in tests:
         names = [run.name for run in runs if lacks(run.report)]
         if names:
-            who = "No report has" if len(names) == len(runs) and len(runs) > 1 else f"Without, in {_names(names)}:"
-            found.append(f"{who} {what}.")
+            everyone = len(names) == len(runs) > 1
+            found.append(f"No report has {what}." if everyone else f"{_names(names)}: no {what}.")
     return found
 
 
@@ -107,7 +107,8 @@ def _changed(run: Run) -> str | None:
 
 def _corpus(run: Run) -> str:
     corpus = run.report.corpus
-    return f"{corpus['name']}, sha256 {str(corpus['sha256'])[:8]}"
+    size = f"{corpus['sequences']} × {corpus['tokens']}"
+    return f"{corpus['name']}, {size}, sha256 {str(corpus['sha256'])[:8]}"
 
 
 def _objective(run: Run) -> str:

@@ -40,7 +40,7 @@ def page(comparison: Comparison) -> str:
             scalars=compare_tables.scalars(comparison),
             judged_rows=[row for row in rows if row["shown"]],
             silent_rows=[row for row in rows if not row["shown"]],
-            first_up=lambda text: text[:1].upper() + text[1:],
+            first_up=_first_up,
             tally=compare_tables.tally(comparison),
             judged=compare_tables.how_judged(),
             sections=[_section(comparison, panel, used) for panel in available(comparison)],
@@ -48,6 +48,11 @@ def page(comparison: Comparison) -> str:
             differences=compare_tables.difference_tables(comparison),
         )
     )
+
+
+def _first_up(text: str) -> str:
+    """A sentence from a phrase; a formula that it begins with stays as it is."""
+    return text[:1].upper() + text[1:] if text[:1].isascii() else text
 
 
 def _section(comparison: Comparison, panel: ComparePanel, used: set[str]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ _LATE = {
     "block_influence": "1 − cos, last third",
     "interaction_error": "interaction, last third",
 }
-_ORDER = ("supported", "contradicted", "undecided", "cannot be judged here")
+_ORDER = ("supported", "contradicted", "undecided")
 
 
 @dataclass(frozen=True)
@@ -124,9 +124,13 @@ def verdict_rows(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def tally(comparison: Comparison) -> str:
-    """How many criteria came out how, and how many claims could not be judged."""
-    counts = comparison.verdict["verdict"].value_counts()
-    return ", ".join(f"{counts[word]} {word}" for word in _ORDER if word in counts)
+    """How many criteria came out how, and how many claims could not be judged by any."""
+    table = comparison.verdict
+    judged = table["value"].notna()
+    counts = table.loc[judged, "verdict"].value_counts()
+    said = [f"{counts[word]} {word}" for word in _ORDER if word in counts]
+    silent = set(table["claim"]) - set(table.loc[judged, "claim"])
+    return "; ".join(filter(None, (", ".join(said), f"{len(silent)} claims cannot be judged here" if silent else "")))
 
 
 def how_judged() -> str:
