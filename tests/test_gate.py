@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 import math
+from importlib import resources
+from pathlib import Path
 
 import pytest
 
 from depthprobe.depth import gate
 from depthprobe.depth.gate import CONTROLS, Static, judge, static_gate
 from depthprobe.estimate import Interval
+from depthprobe.lab.checks import JUDGED, VARIANTS, gate_rows, read_rows
 
+RESULTS = Path(__file__).resolve().parents[1] / "data" / "results" / "calibration.csv"
 MODEL, BELOW = Interval(5.0, 4.5, 5.5), Interval(2.0, 1.5, 2.5)
 BOTH = dict.fromkeys(CONTROLS, BELOW)
 ROWS = [
@@ -78,13 +83,26 @@ def test_a_model_without_an_interval() -> None:
     assert "one sequence" in verdict.reason
 
 
-def test_the_table_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_is_that_of_the_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    rows = static_gate()
-    assert {name for name, _ in rows} == {
-        "stages", "dependence", "participation", "cosine_crossing", "lens_kl_depth", "lens_overlap_depth",
-        "depth_score", "path_elasticity_raw", "path_elasticity", "path_spectrum",
-    }  # fmt: skip
-    for row in rows.values():
-        assert {row.table, row.rewrites, row.tasks} <= {"passed", "failed", "not judged"}
-        assert bool(row.reason) is not row.passed
+    rows = read_rows(RESULTS)
+    text = resources.files("depthprobe.depth").joinpath("gate.csv").read_text(encoding="utf-8")
+    head, *written = csv.reader(text.splitlines())
+    assert tuple(head) == gate.COLUMNS
+    assert [tuple(row) for row in written] == gate_rows(rows)
+    for (name, variant), static in static_gate().items():
+        assert variant in VARIANTS[name]
+        for part, state in zip(JUDGED, (static.table, static.rewrites, static.tasks), strict=True):
+            mine = [r.passed for r in rows if (r.part, r.name, r.variant) == (part, name, variant)]
+            assert state == ("failed" if False in mine else "passed" if True in mine else "not judged")
+        assert bool(static.reason) is not static.passed
+    assert len(static_gate()) == sum(len(variants) for variants in VARIANTS.values())
+
+
+def test_what_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calibration is an answer, and this is it: a change of it should be seen."""
+    monkeypatch.undo()
+    able = {key for key, row in static_gate().items() if row.passed}
+    assert able == {("dependence", "first power"), ("path_elasticity", "")}
+    assert judge("path_elasticity", "", MODEL, BOTH).passed
+    assert not judge("depth_score", "", MODEL, BOTH).passed
