@@ -25,10 +25,11 @@ test: setup weights  ## set up, fetch the real models, then lint, check types an
 weights: setup  ## fetch the two real models (90 MB each) into .weights, unless they are there
 	$(BIN)/python scripts/fetch_weights.py
 
-bench: weights  ## measure what probes, sweep and trainer cost beside what one would write without depthprobe
+bench: weights  ## measure what probes, sweep, trainer and estimators of depth cost beside what one would write without depthprobe
 	$(BIN)/python analyses/bench_probes.py
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python analyses/bench_sweep.py
 	$(BIN)/python analyses/bench_lab.py
+	$(BIN)/python analyses/bench_depth.py
 
 lint: setup  ## check style and types
 	$(BIN)/ruff check

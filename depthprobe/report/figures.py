@@ -36,6 +36,7 @@ def available(report: Report) -> list[str]:
 def reason_missing(report: Report, name: str) -> str | None:
     """The report's own note on why a figure has no data, or None where it says nothing on it."""
     notes = [*report.notes, *report.model.get("notes", []), *report.anatomy.get("notes", []),
+             *report.deep.get("notes", []), *report.phases.get("notes", []),
              *report.gradients.get("notes", []), *report.merging.get("notes", [])]  # fmt: skip
     return next((note for note in notes if any(word in note.lower() for word in _BY_NAME[name].topic)), None)
 
