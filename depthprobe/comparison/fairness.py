@@ -23,6 +23,7 @@ def warnings(runs: Sequence[Run]) -> list[str]:
     fresh = [run.name for run in runs if run.report.gradients.get("fresh")]
     if fresh and len(fresh) < len(runs):
         found.append(f"{_names(fresh)}: a random initialisation, beside trained models.")
+    found += _apart(runs, "Different texts", _sha256, "A difference may be one of the texts.", _corpus)
     for what, value, consequence in _FACTS:
         found += _apart(runs, what, value, consequence)
     return found + _tokens(runs) + _twice(runs)
@@ -42,20 +43,31 @@ def missing(runs: Sequence[Run]) -> list[str]:
         names = [run.name for run in runs if lacks(run.report)]
         if names:
             everyone = len(names) == len(runs) > 1
-            found.append(f"No report has {what}." if everyone else f"{_names(names)}: no {what}.")
+            found.append(f"No report with {what}." if everyone else f"{_names(names)} without {what}.")
     return found
 
 
-def _apart(runs: Sequence[Run], what: str, value: Callable[[Run], Any], consequence: str) -> list[str]:
-    """A warning where the runs have several values of something; those that have none are passed over."""
+def _apart(
+    runs: Sequence[Run],
+    what: str,
+    value: Callable[[Run], Any],
+    consequence: str,
+    show: Callable[[Run], str] | None = None,
+) -> list[str]:
+    """A warning where the runs have several values of something; those that have none are passed over.
+
+    `show` puts the value of a run into words, if it is none that a reader can use.
+    """
+    words: dict[Any, str] = {}
     by_value: dict[Any, list[str]] = {}
     for run in runs:
         found = value(run)
         if found is not None:
             by_value.setdefault(found, []).append(run.name)
+            words.setdefault(found, show(run) if show else str(found))
     if len(by_value) < 2:
         return []
-    each = "; ".join(f"{shown} ({_names(names)})" for shown, names in by_value.items())
+    each = "; ".join(f"{words[found]} ({_names(names)})" for found, names in by_value.items())
     return [f"{what}: {each}. {consequence}"]
 
 
@@ -105,6 +117,10 @@ def _changed(run: Run) -> str | None:
     return f"{merging.get('sequences')} × {merging.get('tokens')}{scored}"
 
 
+def _sha256(run: Run) -> str:
+    return str(run.report.corpus["sha256"])
+
+
 def _corpus(run: Run) -> str:
     corpus = run.report.corpus
     size = f"{corpus['sequences']} × {corpus['tokens']}"
@@ -116,7 +132,6 @@ def _objective(run: Run) -> str:
 
 
 _FACTS: tuple[tuple[str, Callable[[Run], Any], str], ...] = (
-    ("Different texts", _corpus, "A difference may be one of the texts."),
     ("Different tokenizers", _vocabulary, "Losses a token and KLs do not compare."),
     ("Different lengths", lambda run: f"{run.report.corpus['tokens']} tokens a sequence", "Position matters."),
     ("Different objectives", _objective, "Losses and KLs do not compare."),
