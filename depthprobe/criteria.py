@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from depthprobe.depth.gate import static_gate
 from depthprobe.evidence import (
     Measure,
     depth_excess,
@@ -31,8 +32,6 @@ __all__ = ["CLAIMS", "CRITERIA", "INITIALISATIONS", "MARGIN", "Claim", "Criterio
 MARGIN = 0.10
 LESS, MORE = 1 / (1 + MARGIN), 1 + MARGIN
 INITIALISATIONS = 10  # fewest seeds that a claim about initialisation is judged on
-ESTIMATORS = ("stages 1%", "stages 3%", "stages 10%", "dependence", "path_elasticity", "cosine_crossing",
-              "lens_kl_depth", "lens_overlap_depth", "depth_score")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,8 @@ _NOTE = "the note on pre-norm: "
 
 
 def _depths() -> Sequence[Criterion]:
-    """D1, once for every estimate that may pass the gate."""
+    """D1, once for every estimate that may pass the gate; how many units write is no depth, whatever it passes."""
+    names = [f"{name} {variant}".strip() for name, variant in static_gate() if name != "participation"]
     return [
         Criterion(
             "D1",
@@ -130,7 +130,7 @@ def _depths() -> Sequence[Criterion]:
             _NOTE + "Csordás et al. 2025 and Hu et al. 2025 for how depth is estimated",
             -math.inf, -MARGIN, depth_excess(name, unit), of="pair", seeds=2, equal_tokens=True,
         )
-        for unit in ("block", "sublayer") for name in ESTIMATORS
+        for unit in ("block", "sublayer") for name in names
     ]  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from report_samples import ablated, blocks_only, half, interval, sample, sloped
 from scipy import stats
 
 from depthprobe.criteria import CLAIMS, CRITERIA, MARGIN
+from depthprobe.depth.gate import static_gate
 from depthprobe.estimate import Interval
 from depthprobe.evidence import rho_slope
 from depthprobe.report.schema import DEPTH_COLUMNS
@@ -371,3 +372,9 @@ def test_one_sequence_decides_nothing() -> None:
     found = one(table, "R2", "‖Δ‖/‖x‖ falls")
     assert found["verdict"] == "undecided"
     assert "no interval" in found["reason"]
+
+
+def test_d1_asks_every_estimate_that_has_a_gate() -> None:
+    asked = " ".join(criterion.sentence for criterion in CRITERIA if criterion.claim == "D1")
+    for name, variant in static_gate():
+        assert (f"{f'{name} {variant}'.strip()} of blocks" in asked) == (name != "participation")

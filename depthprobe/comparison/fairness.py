@@ -148,7 +148,7 @@ _FACTS: tuple[tuple[str, Callable[[Run], Any], str], ...] = (
         lambda run: f"the first {run.report.corpus['skip_first']}",
         "Position 0 may have a norm of 100 times the others'.",
     ),
-    ("Changed models on different texts", _changed, "Their costs and ρ have different precision."),
+    ("Models changed on different amounts of text", _changed, "Their costs and ρ differ in precision."),
     (
         "Different tokens of training",
         lambda run: f"{run.training.tokens:,}" if run.training.tokens is not None else None,
