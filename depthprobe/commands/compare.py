@@ -89,8 +89,17 @@ def compare(
     with ExitStack() as bars:
 
         def watch(title: str) -> Progress:
-            bars.close()  # of the checkpoint before
-            return bars.enter_context(Bar(title, 1, "steps"))
+            """A bar for each stage of an analysis, told apart by how much there is to do."""
+            stage: dict[int, Progress] = {}
+
+            def step(done: int, total: int) -> None:
+                if total not in stage:
+                    bars.close()  # of the stage before
+                    stage.clear()
+                    stage[total] = bars.enter_context(Bar(f"Analyzing {title}", total, "parts"))
+                stage[total](done, total)
+
+            return step
 
         comparison = run(
             *(runs or ()), groups=groups, data=data, say=say, watch=watch, command=command_line(), tokens=tokens,

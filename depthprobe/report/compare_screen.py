@@ -35,7 +35,11 @@ def show_comparison(comparison: Comparison, console: Console | None = None, save
         console.print(Text(f"! {visible(warning)}", "yellow"))
     console.print(_scalars(comparison, console.width))
     console.print(Text(f"Verdict: {tally(comparison)}", "bold"))
-    console.print(_verdict(comparison), no_wrap=True, overflow="ellipsis")
+    verdict, silent = _verdict(comparison)
+    if verdict:
+        console.print(verdict, no_wrap=True, overflow="ellipsis")
+    if silent:
+        console.print(Text(f"cannot be judged here: {', '.join(silent)}", "dim"))
     for note in comparison.notes:
         console.print(Text(visible(note), "dim"))
     if saved is not None:
@@ -65,23 +69,20 @@ def _scalars(comparison: Comparison, width: int) -> Table:
     return grid
 
 
-def _verdict(comparison: Comparison) -> Text:
-    """A line a criterion that was judged; claims that could not be judged are listed in one."""
+def _verdict(comparison: Comparison) -> tuple[Text, list[str]]:
+    """A line a criterion that was judged, and the claims that could not be."""
     rows = verdict_rows(comparison)
     judged = [row for row in rows if row["shown"]]
     widths = {key: max((len(visible(row[key])) for row in judged), default=0) for key in ("verdict", "run", "shown")}
     widths["run"] = min(widths["run"], _NAME)
-    said = Text()
+    said = Text(end="")
     for row in judged:
         name = _short(row["run"])
         said.append(f"{row['claim']} ")
         said.append(row["verdict"].ljust(widths["verdict"]), _COLOURS.get(row["verdict"], ""))
         said.append(f"  {name.ljust(widths['run'])}  {row['shown'].rjust(widths['shown'])}  {row['criterion']}\n")
-    silent = dict.fromkeys(row["claim"] for row in rows if not row["shown"])
-    for claim in {row["claim"] for row in judged}:
-        silent.pop(claim, None)
-    said.append(f"cannot be judged here: {', '.join(silent)}" if silent else "", "dim")
-    return said
+    told = {row["claim"] for row in judged}
+    return said, list(dict.fromkeys(row["claim"] for row in rows if row["claim"] not in told))
 
 
 def _short(name: str) -> str:

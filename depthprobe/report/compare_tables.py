@@ -130,7 +130,7 @@ def tally(comparison: Comparison) -> str:
     counts = table.loc[judged, "verdict"].value_counts()
     said = [f"{counts[word]} {word}" for word in _ORDER if word in counts]
     silent = set(table["claim"]) - set(table.loc[judged, "claim"])
-    return "; ".join(filter(None, (", ".join(said), f"{len(silent)} claims cannot be judged here" if silent else "")))
+    return "; ".join(filter(None, (", ".join(said), f"{len(silent)} claims cannot be judged" if silent else "")))
 
 
 def how_judged() -> str:
