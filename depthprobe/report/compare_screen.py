@@ -75,12 +75,13 @@ def _verdict(comparison: Comparison) -> tuple[Text, list[str]]:
     judged = [row for row in rows if row["shown"]]
     widths = {key: max((len(visible(row[key])) for row in judged), default=0) for key in ("verdict", "run", "shown")}
     widths["run"] = min(widths["run"], _NAME)
-    said = Text(end="")
+    said = Text()
     for row in judged:
         name = _short(row["run"])
         said.append(f"{row['claim']} ")
         said.append(row["verdict"].ljust(widths["verdict"]), _COLOURS.get(row["verdict"], ""))
         said.append(f"  {name.ljust(widths['run'])}  {row['shown'].rjust(widths['shown'])}  {row['criterion']}\n")
+    said.rstrip()
     told = {row["claim"] for row in judged}
     return said, list(dict.fromkeys(row["claim"] for row in rows if row["claim"] not in told))
 
