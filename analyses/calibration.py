@@ -16,6 +16,7 @@ depthprobe/depth/gate.py reads it. Of an estimator that was not run, or a part, 
 """
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +44,7 @@ from depthprobe.lab.checks import (
     checked,
     gate_rows,
     measure,
+    ordered,
     ranked,
     read_rows,
     said,
@@ -56,6 +58,7 @@ from depthprobe.prepare import prepare
 DATA = Path(__file__).resolve().parents[1] / "data"
 GATE_CSV = DATA.parent / "depthprobe" / "depth" / "gate.csv"
 MANY = DepthSettings(probes=64)
+DEEP = "-deep"  # ends the name of a folder of a model with more blocks than its task needs
 NEAR_ZERO = VARIANTS["stages"][0]
 
 
@@ -220,37 +223,50 @@ def compared(network: str, before: Values, after: Values, part: str = "rewrite")
 
 
 def tasks(names: Sequence[str], folder: Path, sequences: int) -> Iterator[Row]:
-    """Does the estimate rank models as the number of blocks that their tasks need does?
-
-    Judged by the models that all have the same, larger number of blocks, if there are any: of models with no block more
-    than needed, the number of blocks alone gives the right order, and with it whatever grows with that number.
-    """
-    groups: dict[str, list[tuple[str, int, Values]]] = {"minimal": [], "deep": []}
+    """Does the estimate rank models as the number of blocks that their tasks need does?"""
+    single: list[Row] = []
     for place in sorted(folder.glob("*-*/p*")):
-        placement, kind = place.name.removesuffix("-deep"), "deep" if place.name.endswith("-deep") else "minimal"
-        smallest = place.with_name(placement)
+        smallest = place.with_name(place.name.removesuffix(DEEP))
         if not ((place / "config.json").exists() and (smallest / "config.json").exists()):
             continue
         ids = np.load(place.parent / "ids.npy")[:sequences].astype(np.int64)
         _, corpus, anatomy = prepare(place, ids, tokens=ids.size, device="cpu")
         needed = LabConfig.from_pretrained(smallest).num_hidden_layers
-        values = measure(anatomy, corpus, names, DepthSettings())
-        groups[kind].append((placement, needed, values))
-        for d in values.values():
+        network = f"{place.parent.name}/{place.name}"
+        for d in measure(anatomy, corpus, names, DepthSettings()).values():
             note = f"{d.of} blocks, {needed} needed"
-            yield Row("tasks", f"{place.parent.name}/{place.name}", d.name, d.unit, d.variant, needed, d.value, d.ci_low, d.ci_high, None, None, note)  # fmt: skip # noqa: E501
-    judging = "deep" if groups["deep"] else "minimal"
-    for kind, models in groups.items():
-        for which in ("pre", "post", "together"):
-            some = [(needed, values) for placement, needed, values in models if which in (placement, "together")]
-            if len({needed for needed, _ in some}) < 2:
-                continue
-            need = np.array([needed for needed, _ in some], dtype=np.float64)
-            for name, variant in some[0][1]:
-                rho, low, high = ranked(need, np.array([values[name, variant].value for _, values in some]))
-                passed = low > 0 if (kind, which) == (judging, "together") else None
-                note = f"rank correlation over {len(some)} models"
-                yield Row("tasks", f"{kind}, {which}", name, "block", variant, 1, rho, low, high, None, passed, note)
+            values = (float(needed), d.value, d.ci_low, d.ci_high)
+            single.append(Row("tasks", network, d.name, d.unit, d.variant, *values, None, None, note))
+            yield single[-1]
+    yield from ranks(single)
+
+
+def ranks(single: Sequence[Row]) -> Iterator[Row]:
+    """Rank correlations, from a row a model and estimator.
+
+    Judged by the models that all have the same, larger number of blocks, if there are any: of models with no block more
+    than needed, the number of blocks alone gives the right order, and with it whatever grows with that number. But what
+    a task needs is not all that a deeper model makes use of, and that depends on the task and the placement too: so the
+    order within each of them is shown beside it, as (right − wrong) / all pairs of models that need differently.
+    """
+    judging = "deep" if any(row.network.endswith(DEEP) for row in single) else "minimal"
+    for kind in ("minimal", "deep"):
+        models = [row for row in single if row.network.endswith(DEEP) is (kind == "deep")]
+        for which in ("pre", "post", "together", "within"):
+            for name, variant in dict.fromkeys((row.name, row.variant) for row in models):
+                some = [row for row in models if (row.name, row.variant) == (name, variant)]
+                some = [row for row in some if which in ("together", "within", row.network.split("/")[1].split("-")[0])]
+                need, values = (np.array([getattr(row, key) for row in some]) for key in ("expected", "measured"))
+                if np.ptp(need) == 0:
+                    continue
+                if which == "within":
+                    lines = [re.sub(r"-\d+/", "/", row.network) for row in some]
+                    interval, note = ordered(need, values, lines), f"pairs of {len(some)} models"
+                else:
+                    interval, note = ranked(need, values), f"rank correlation over {len(some)} models"
+                passed = interval[1] > 0 if (kind, which) == (judging, "together") else None
+                label = "within a task and placement" if which == "within" else which
+                yield Row("tasks", f"{kind}, {label}", name, "block", variant, 1.0, *interval, None, passed, note)
 
 
 def controls(names: Sequence[str]) -> Iterator[Row]:

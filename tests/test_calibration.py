@@ -20,7 +20,7 @@ from depthprobe.depth.jacobians import Jacobians
 from depthprobe.depth.paths import Path as IdentityPath
 from depthprobe.errors import UsageError
 from depthprobe.lab import LabForCausalLM, exact, rewrites
-from depthprobe.lab.checks import VARIANTS, Row, gate_rows, ranked, read_rows
+from depthprobe.lab.checks import VARIANTS, Row, gate_rows, ordered, ranked, read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -233,6 +233,33 @@ def test_ranks() -> None:
     # By hand: ranks of need 1.5 1.5 3.5 3.5, of the values 1 2 3 4
     x, y = np.array([-1.0, -1, 1, 1]), np.array([-1.5, -0.5, 0.5, 1.5])
     assert ranked(need[:4], np.arange(4.0), 200)[0] == pytest.approx(x @ y / np.sqrt(x @ x * (y @ y)))
+
+
+def test_order_within_lines() -> None:
+    lines = ["a", "a", "a", "b", "b", "c"]
+    need = np.array([1.0, 2, 2, 1, 3, 2])
+    # a: two pairs, both right; b: one, wrong; c: none; between lines nothing is compared
+    value, low, high = ordered(need, np.array([1.0, 2, 3, 9, 8, 0]), lines, 500)
+    assert value == pytest.approx((2 - 1) / 3)
+    assert (low, high) == (-1, 1)
+    assert ordered(need, need, lines, 500) == (1, 1, 1)
+    assert ordered(need, np.ones(6), lines, 500) == (0, 0, 0)
+    assert np.isnan(ordered(need[:1], need[:1], ["a"])).all()
+
+
+def test_ranks_of_given_models() -> None:
+    def model(network: str, need: float, value: float) -> Row:
+        return Row("tasks", network, "stages", "block", "1%", need, value, value, value, None, None, "")
+
+    few = [model(f"chase-{k}/{place}", k, k) for k in (1, 2, 3) for place in ("pre", "post")]
+    judged = {row.network: row.passed for row in calibration.ranks(few) if row.passed is not None}
+    assert judged == {"minimal, together": True}
+    deep = [model(f"{row.network}-deep", row.expected, -row.measured) for row in few]
+    rows = {row.network: row for row in calibration.ranks([*few, *deep])}
+    assert {network: row.passed for network, row in rows.items() if row.passed is not None} == {"deep, together": False}
+    assert rows["deep, pre"].measured == pytest.approx(-1)
+    assert rows["deep, within a task and placement"].measured == -1
+    assert rows["minimal, within a task and placement"].measured == 1
 
 
 def test_tasks_are_judged_by_models_with_as_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

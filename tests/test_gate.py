@@ -99,10 +99,9 @@ def test_the_table_is_that_of_the_calibration(monkeypatch: pytest.MonkeyPatch) -
     assert len(static_gate()) == sum(len(variants) for variants in VARIANTS.values())
 
 
-def test_what_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_gives_the_known_answers_and_does_not_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """The calibration is an answer, and this is it: a change of it should be seen."""
     monkeypatch.undo()
-    able = {key for key, row in static_gate().items() if row.passed}
+    able = {key for key, row in static_gate().items() if row.table == row.rewrites == "passed"}
     assert able == {("dependence", "first power"), ("path_elasticity", "")}
-    assert judge("path_elasticity", "", MODEL, BOTH).passed
     assert not judge("depth_score", "", MODEL, BOTH).passed

@@ -31,6 +31,7 @@ __all__ = [
     "checked",
     "gate_rows",
     "measure",
+    "ordered",
     "ranked",
     "read_rows",
     "said",
@@ -135,6 +136,30 @@ def ranked(need: Floats, values: Floats, resamples: int = 2000) -> tuple[float, 
     found = [_spearman(need[rows], values[rows]) for rows in drawn if np.ptp(need[rows]) > 0]
     low, high = np.quantile(found, [0.025, 0.975])
     return _spearman(need, values), float(low), float(high)
+
+
+def ordered(need: Floats, values: Floats, lines: Sequence[str], resamples: int = 2000) -> tuple[float, float, float]:
+    """(right − wrong) / all pairs of one line with different needs, with its 95 % interval over lines; NaN of no pair.
+
+    Args:
+        need, values: of each model.
+        lines: which line it belongs to.
+        resamples: how many.
+    """
+    rows = []
+    for line in sorted(set(lines)):
+        mine = [place for place, other in enumerate(lines) if other == line]
+        signs = [np.sign(values[b] - values[a]) for a in mine for b in mine if need[a] < need[b]]
+        if signs:
+            rows.append((float(np.sum(signs)), len(signs)))
+    if not rows:
+        return math.nan, math.nan, math.nan
+    sums = np.array(rows)
+    drawn = np.random.default_rng(0).integers(0, len(sums), (resamples, len(sums)))
+    totals = sums[drawn].sum(axis=1)
+    low, high = np.quantile(totals[:, 0] / totals[:, 1], [0.025, 0.975])
+    value, pairs = sums.sum(axis=0)
+    return float(value / pairs), float(low), float(high)
 
 
 def _spearman(a: Floats, b: Floats) -> float:
