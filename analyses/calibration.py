@@ -59,6 +59,7 @@ DATA = Path(__file__).resolve().parents[1] / "data"
 GATE_CSV = DATA.parent / "depthprobe" / "depth" / "gate.csv"
 MANY = DepthSettings(probes=64)
 DEEP = "-deep"  # ends the name of a folder of a model with more blocks than its task needs
+JUDGING = (("minimal", "together"), ("deep", "within"))
 NEAR_ZERO = VARIANTS["stages"][0]
 
 
@@ -244,12 +245,12 @@ def tasks(names: Sequence[str], folder: Path, sequences: int) -> Iterator[Row]:
 def ranks(single: Sequence[Row]) -> Iterator[Row]:
     """Rank correlations, from a row a model and estimator.
 
-    Judged by the models that all have the same, larger number of blocks, if there are any: of models with no block more
-    than needed, the number of blocks alone gives the right order, and with it whatever grows with that number. But what
-    a task needs is not all that a deeper model makes use of, and that depends on the task and the placement too: so the
-    order within each of them is shown beside it, as (right − wrong) / all pairs of models that need differently.
+    Judged by two. The models with no block more than needed must be ranked by need; but there the number of blocks
+    alone gives the right order, and with it whatever grows with that number. So of the models that all have the same,
+    larger number of blocks, those of one task and placement must be in order too: (right − wrong) / all pairs of models
+    that need differently. Their correlation over all tasks is shown and judges nothing: how much a model makes use of
+    blocks that its task does not need depends on the task and the placement, and is not known.
     """
-    judging = "deep" if any(row.network.endswith(DEEP) for row in single) else "minimal"
     for kind in ("minimal", "deep"):
         models = [row for row in single if row.network.endswith(DEEP) is (kind == "deep")]
         for which in ("pre", "post", "together", "within"):
@@ -264,7 +265,8 @@ def ranks(single: Sequence[Row]) -> Iterator[Row]:
                     interval, note = ordered(need, values, lines), f"pairs of {len(some)} models"
                 else:
                     interval, note = ranked(need, values), f"rank correlation over {len(some)} models"
-                passed = interval[1] > 0 if (kind, which) == (judging, "together") else None
+                judging = (kind, which) in JUDGING and not np.isnan(interval[0])
+                passed = interval[1] > 0 if judging else None
                 label = "within a task and placement" if which == "within" else which
                 yield Row("tasks", f"{kind}, {label}", name, "block", variant, 1.0, *interval, None, passed, note)
 
