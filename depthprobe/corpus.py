@@ -74,6 +74,7 @@ def read(
     bos: Literal["auto", "always", "never"] = "auto",
     text_field: str = "text",
     seed: int = 0,
+    usual_len: int = DEFAULT_SEQ_LEN,
 ) -> Corpus:
     """Read about `tokens` tokens as sequences of one length.
 
@@ -90,6 +91,7 @@ def read(
         bos: `auto` puts in front (behind, for encoders) what the tokenizer itself would; `always` its BOS or CLS.
         text_field: the field of a `.jsonl` or a dataset that holds the text.
         seed: chooses the windows of a `.bin`.
+        usual_len: tokens of a sequence of text where `seq_len` does not say.
 
     Raises:
         UsageError: a length that is too small, or beyond the model's positions.
@@ -114,7 +116,7 @@ def read(
             raise UsageError("bos is 'always'", "'auto' with token ids or states", "they are taken as they are")
         name = str(data) if isinstance(data, str | Path) else "passed from Python"
         if isinstance(array, np.ndarray) and name.endswith(".bin"):
-            width = _default_length(seq_len, tokens, max_positions)
+            width = _default_length(seq_len or usual_len, tokens, max_positions)
             kept, notes = _windows(array, width, tokens // width, seed, name)
         else:
             kept, notes = _cut(array, tokens, seq_len, max_positions, name)
@@ -127,7 +129,7 @@ def read(
             fix="pass token ids as a .npy of shape [sequences, tokens], or a tokenizer with --tokenizer",
         )
     name, texts = documents(data, text_field)
-    length = _default_length(seq_len, tokens, max_positions)
+    length = _default_length(seq_len or usual_len, tokens, max_positions)
     packed, owners, digest, sentence = _pack(texts, tokenizer, length, tokens // length, bos, name)
     notes = ()
     if packed.shape[1] < length:
@@ -142,8 +144,8 @@ def read(
     return Corpus(checked, owners, name, digest, sentence, notes)
 
 
-def _default_length(seq_len: int | None, tokens: int, max_positions: int | None) -> int:
-    return min(seq_len or DEFAULT_SEQ_LEN, tokens, max_positions or tokens)
+def _default_length(seq_len: int, tokens: int, max_positions: int | None) -> int:
+    return min(seq_len, tokens, max_positions or tokens)
 
 
 # Token ids and states

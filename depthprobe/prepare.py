@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from depthprobe.checkpoint import Checkpoint, load
-from depthprobe.corpus import Corpus, read
+from depthprobe.corpus import DEFAULT_SEQ_LEN, Corpus, read
 from depthprobe.errors import CorpusError
 from depthprobe.verify import Anatomy, open_stream
 
@@ -25,6 +25,7 @@ def prepare(
     seed: int = 0,
     bos: Literal["auto", "always", "never"] = "auto",
     text_field: str = "text",
+    usual_len: int = DEFAULT_SEQ_LEN,
     **loading: Any,
 ) -> tuple[Checkpoint, Corpus, Anatomy]:
     """Load the model, read the corpus for it, and verify the model's anatomy on the first sequences."""
@@ -45,6 +46,7 @@ def prepare(
         bos=bos,
         text_field=text_field,
         seed=seed,
+        usual_len=usual_len,
     )
     if corpus.is_states != (checkpoint.inputs == "states"):
         wants, got = ("float states", "token ids") if checkpoint.inputs == "states" else ("token ids", "float states")

@@ -269,3 +269,14 @@ def test_half_precision_runs() -> None:
     anatomy = opened(tiny().to(torch.bfloat16), inputs)
     found = run_effective(anatomy, read(inputs, None), Plan(("dependence",)), SETTINGS)
     assert np.isfinite(found.table["value"]).all()
+
+
+def test_text_is_cut_into_more_and_shorter_sequences() -> None:
+    path = Path(__file__).resolve().parents[1] / "data" / "gpt2-manual"
+    checkpoint = depthprobe.load(path)
+    given = {"tokens": 2048, "max_positions": checkpoint.max_positions}
+    corpus = read(None, checkpoint.tokenizer, **given, usual_len=under_test.SEQ_LEN)
+    assert (corpus.sequences, corpus.tokens) == (16, 128)
+    assert read(None, checkpoint.tokenizer, **given, seq_len=64, usual_len=under_test.SEQ_LEN).tokens == 64
+    found = effective_depth(path, tokens=512, estimators=["crossing"], controls=[])
+    assert (found.details["sequences"], found.details["tokens"]) == (4, 128)

@@ -113,7 +113,7 @@ def depth(
     settings = DepthSettings(seed, skip_first, size, int(memory * 2**30), probes)
     settings.check()
     say(f"Loading {checkpoint}")
-    model, corpus, anatomy = prepare(checkpoint, data, **given)
+    model, corpus, anatomy = prepare(checkpoint, data, **given, usual_len=SEQ_LEN)
     units = len(units_of(anatomy, unit))  # before anything is measured
     target = out or Path("reports") / model.name
     check_writable(target)
