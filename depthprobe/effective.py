@@ -143,8 +143,17 @@ def effective_depth(
     plan.check()
     settings = DepthSettings(seed=seed, skip_first=skip_first, batch_size=batch_size)
     settings.check()
-    text = {"tokens": tokens, "seq_len": seq_len, "bos": bos, "text_field": text_field}
-    _, corpus, anatomy = prepare(model, data, seed=seed, usual_len=SEQ_LEN, **text, **loading)
+    _, corpus, anatomy = prepare(
+        model,
+        data,
+        tokens=tokens,
+        seq_len=seq_len,
+        seed=seed,
+        bos=bos,
+        text_field=text_field,
+        usual_len=SEQ_LEN,
+        **loading,
+    )
     return run_effective(anatomy, shortened(corpus, tokens, seq_len or SEQ_LEN), plan, settings, progress)
 
 
