@@ -43,6 +43,7 @@ from depthprobe.lab.checks import (
     Values,
     checked,
     gate_rows,
+    gate_table,
     measure,
     ordered,
     ranked,
@@ -107,6 +108,7 @@ def run(options: argparse.Namespace) -> None:
     write_table(options.gate, GATE, gate)
     for name, variant, *states, reason in gate:
         print(f"{f'{name} {variant}':<24} {' '.join(f'{state:<10}' for state in states)} {reason}")
+    print(f"\n{gate_table(read_rows(options.results))}")
     print(f"\nWrote {options.results} and {options.gate}.")
 
 

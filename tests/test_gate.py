@@ -12,7 +12,7 @@ import pytest
 from depthprobe.depth import gate
 from depthprobe.depth.gate import CONTROLS, Static, judge, static_gate
 from depthprobe.estimate import Interval
-from depthprobe.lab.checks import JUDGED, VARIANTS, gate_rows, read_rows
+from depthprobe.lab.checks import JUDGED, VARIANTS, gate_rows, gate_table, read_rows
 
 RESULTS = Path(__file__).resolve().parents[1] / "data" / "results" / "calibration.csv"
 MODEL, BELOW = Interval(5.0, 4.5, 5.5), Interval(2.0, 1.5, 2.5)
@@ -105,3 +105,8 @@ def test_what_gives_the_known_answers_and_does_not_move(monkeypatch: pytest.Monk
     able = {key for key, row in static_gate().items() if row.table == row.rewrites == "passed"}
     assert able == {("dependence", "first power"), ("path_elasticity", "")}
     assert not judge("depth_score", "", MODEL, BOTH).passed
+
+
+def test_the_readme_shows_what_passed() -> None:
+    readme = (RESULTS.parents[2] / "README.md").read_text()
+    assert gate_table(read_rows(RESULTS)) in readme

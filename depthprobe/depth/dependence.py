@@ -33,8 +33,9 @@ DOES = (
     "than that of what it reads, weighted by how much its update would change without each."
 )
 MISSES = (
-    "Takes one contribution away at a time, so that two that say the same look needless to every reader, and squares "
-    "the changes, so that a branch cut into two equal halves weighs half as much."
+    "Takes one contribution away at a time, so that two that say the same look needless to every reader; squares the "
+    "changes, so that a branch cut into two halves weighs half as much (in the first power it does not); and counts what "
+    "a unit erases and replaces as handed on, so that a chain written with skips scores less than its length."
 )
 
 # How a reader's changes become weights: power 2 is the definition; power 1 is the same for a branch and for its halves.

@@ -30,6 +30,7 @@ __all__ = [
     "Values",
     "checked",
     "gate_rows",
+    "gate_table",
     "measure",
     "ordered",
     "ranked",
@@ -185,6 +186,23 @@ def gate_rows(rows: Iterable[Row]) -> list[tuple[str, ...]]:
                     reasons.append(f"{part}: not judged")
             found.append((name, variant, *states, ". ".join(reasons)))
     return found
+
+
+def gate_table(rows: Iterable[Row]) -> str:
+    """What passed and how much of it failed, in markdown; the README shows it."""
+    judged = [row for row in rows if row.passed is not None]
+    lines = ["| estimate | known answers | rewrites | tasks | gate |", "|---|---|---|---|---|"]
+    for name, variants in VARIANTS.items():
+        for variant in variants:
+            cells = []
+            for part in JUDGED:
+                mine = [row for row in judged if (row.part, row.name, row.variant) == (part, name, variant)]
+                failed = sum(not row.passed for row in mine)
+                cells.append(f"{failed} of {len(mine)} failed" if failed else f"all {len(mine)} passed")
+            passed = all(cell.startswith("all ") and cell != "all 0 passed" for cell in cells)
+            label = f"`{name}`{', ' if variant else ''}{variant}"
+            lines.append(f"| {label} | {' | '.join(cells)} | {'passes' if passed else '–'} |")
+    return "\n".join(lines)
 
 
 def said(row: Row) -> str:
