@@ -34,7 +34,7 @@ DOES = (
 )
 MISSES = (
     "Takes one contribution away at a time, so that two that say the same look needless to every reader; squares the "
-    "changes, so that a branch cut into two halves weighs half as much (in the first power it does not); and counts what "
+    "changes, so that a branch cut into two halves weighs half as much (not in the first power); and counts what "
     "a unit erases and replaces as handed on, so that a chain written with skips scores less than its length."
 )
 
