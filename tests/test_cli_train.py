@@ -195,6 +195,14 @@ def test_wrong_usage_is_one_line_and_leaves_nothing(
     assert not out.exists()
 
 
+def test_a_short_run_has_a_short_warm_up(text: Path, tmp_path: Path) -> None:
+    for steps, warmup in ((30, 3), (5, 0)):
+        out = tmp_path / str(steps)
+        options = ["--steps", steps, "--eval-every", 5, "--eval-tokens", 512, "--device", "cpu", "--data", text]
+        assert run("train", *SMALL, *options, "--out", out) in (0, 1)  # so short a run may learn nothing
+        assert json.loads((out / "run.json").read_text())["settings"]["warmup"] == warmup
+
+
 def test_a_text_shorter_than_a_batch(tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "short.txt").write_text("too short for a batch of sequences, " * 4)
     line = failure(capsys, 1, "train", *SHORT, "--data", tmp_path / "short.txt", "--out", tmp_path / "out")

@@ -109,8 +109,14 @@ def train(
     momentum: Annotated[float, typer.Option(help="Of sgd.", rich_help_panel=RATE_PANEL)] = 0.9,
     weight_decay: Annotated[float, typer.Option(help="Of matrices.", rich_help_panel=RATE_PANEL)] = 0.1,
     warmup: Annotated[
-        int, typer.Option(help="Steps over which the learning rate grows; 0 for none.", rich_help_panel=RATE_PANEL)
-    ] = 100,
+        int | None,
+        typer.Option(
+            help="Steps over which the learning rate grows, 0 for none. By default 100, in a run of less than 1,000 "
+            "steps a tenth of them.",
+            rich_help_panel=RATE_PANEL,
+            show_default=False,
+        ),
+    ] = None,
     floor: Annotated[
         float,
         typer.Option(help="Share of the learning rate that a cosine falls to.", rich_help_panel=RATE_PANEL),
@@ -194,6 +200,7 @@ def train(
     from depthprobe.lab.training import train as run
     from depthprobe.progress import Bar
 
+    warmup = min(100, steps // 10) if warmup is None else warmup
     settings = TrainSettings(
         steps, batch_size, seq_len, accumulate, optimizer, lr, (beta[0], beta[1]), momentum, weight_decay, warmup,
         floor, clip, dtype, eval_every, eval_tokens, margin, save, seed, data_seed, device,
