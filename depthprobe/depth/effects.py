@@ -284,4 +284,3 @@ def _mean(values: Tensor, where: Tensor | None) -> Floats:
     if where is None:
         return values.mean(dim=1).cpu().numpy()
     return torch.where(where, values, torch.nan).nanmean(dim=1).cpu().numpy()
-
