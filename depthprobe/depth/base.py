@@ -28,7 +28,6 @@ __all__ = [
     "UnitKind",
     "batches",
     "bytes_of_sequence",
-    "depth_frame",
     "refuse_carried",
     "resampler",
     "row",
@@ -155,14 +154,6 @@ def row(name: str, unit: str, variant: str, interval: Interval, of: int, note: s
     if not np.isfinite(interval.value):
         raise NonFiniteError(f"{name} ({unit}{', ' + variant if variant else ''}) is not finite", "a finite depth")
     return Depth(name, unit, variant, interval.value, interval.low, interval.high, of, note)
-
-
-def depth_frame(estimates: list[Estimate]) -> pd.DataFrame:
-    """The table of depth.csv, `passes_gate` left empty."""
-    rows = [
-        (d.name, d.unit, d.variant, d.value, d.ci_low, d.ci_high, d.of, None, d.note) for e in estimates for d in e.rows
-    ]
-    return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
 def resampler(corpus: Corpus, settings: DepthSettings) -> Resampler:
