@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from depthprobe.depth.participation import writers
 from depthprobe.lab.exact import (
     PART,
     Net,
@@ -96,7 +95,8 @@ def _wide() -> list[Known]:
         ("path_elasticity", ""): direct,
         ("path_spectrum", ""): Answer(1, "its mean is over the ways through a branch alone"),
     }  # fmt: skip
-    quarters = float(writers(np.array([[1, 1, 0.25, 0.25]]))[0])
+    shares = np.array([0.4, 0.4, 0.1, 0.1])  # of costs 1, 1, 1/4, 1/4
+    quarters = float(np.exp(-(shares * np.log(shares)).sum()))
     note = f"the KL of a small branch is a square, so half of it costs a quarter; table, for costs that add: {3 * 2 ** (1 / 3):.3f}"  # noqa: E501
     return [
         Known("5 equal branches read x_0", net, answers),
