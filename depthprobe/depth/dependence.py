@@ -35,7 +35,8 @@ DOES = (
 MISSES = (
     "Takes one contribution away at a time, so that two that say the same look needless to every reader; squares the "
     "changes, so that a branch cut into two halves weighs half as much (not in the first power); and counts what "
-    "a unit erases and replaces as handed on, so that a chain written with skips scores less than its length."
+    "a unit erases and replaces as handed on, so that a chain written with skips scores less than its length. A branch "
+    "that only rescales the stream counts as one that reads it."
 )
 
 # How a reader's changes become weights: power 2 is the definition; power 1 is the same for a branch and for its halves.
