@@ -30,10 +30,12 @@ def ratio(a: Interval, b: Interval) -> Interval:
     """a / b of two positive values of the same run, as wide as any correlation of their errors can make it.
 
     For normal errors of log a and log b, sd(log a − log b) ≤ sd(log a) + sd(log b), so the half-widths add up. A lower
-    end that is not positive leaves the upper end of the ratio open.
+    end that is not positive leaves the upper end of the ratio open. There is no interval where one of the two has none.
     """
     if not (a.value > 0 and b.value > 0):
         raise ValueError(f"a ratio of {a.value} and {b.value}")
+    if np.isnan([a.low, a.high, b.low, b.high]).any():
+        return Interval(a.value / b.value, NAN, NAN)
     return Interval(a.value / b.value, max(a.low, 0.0) / b.high, a.high / b.low if b.low > 0 else np.inf)
 
 

@@ -55,15 +55,15 @@ def compare(
         OutputError: a report cannot be read, or is of another schema version.
         DepthprobeError: whatever `analyze` refuses.
     """
-    wanted: dict[Spec, str] = {}
+    wanted: dict[Spec, tuple[Spec, str]] = {}
     for name, members in (groups or {}).items():
         if not name or not members:
             raise UsageError(f"group {name!r} with {len(members)} runs", "a name and at least one run")
         for spec in members:
-            if wanted.setdefault(_key(spec), name) != name:
+            if wanted.setdefault(_key(spec), (spec, name))[1] != name:
                 raise UsageError(f"{spec} is in two groups", "each run in one group")
-    alone = [(_key(spec), "") for spec in runs if _key(spec) not in wanted]
-    chosen = [*alone, *wanted.items()]
+    alone = [(spec, "") for spec in runs if _key(spec) not in wanted]
+    chosen = [*alone, *wanted.values()]
     if not chosen:
         raise UsageError("nothing to compare", "at least one run")
     opened = []
@@ -74,8 +74,14 @@ def compare(
 
 
 def _key(spec: Spec) -> Spec:
-    """What tells one run from another: a path in one spelling."""
-    return spec if not isinstance(spec, str | Path) else str(spec).rstrip("/") or "/"
+    """What tells one run from another: of a path, the place that it leads to, however it is spelt."""
+    if not isinstance(spec, str | Path):
+        return spec
+    path = Path(spec).expanduser()
+    if not path.exists():  # a hub id
+        return str(spec)
+    place = path.resolve()
+    return str(place.parent if place.name == "report.json" else place)
 
 
 def _compared(runs: list[Run], command: str | None) -> Comparison:

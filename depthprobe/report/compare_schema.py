@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +11,7 @@ from typing import Any, Literal
 import pandas as pd
 
 from depthprobe.errors import OutputError
+from depthprobe.report.shapes import COMPARISON_SHAPES, fault, fault_of_table, no_constant
 
 __all__ = ["COMPARE_COLUMNS", "COMPARE_VERSION", "DIFFERENCE_COLUMNS", "VERDICT_COLUMNS", "Comparison"]
 
@@ -92,12 +94,12 @@ class Comparison:
         return self.table.copy()
 
     def to_json(self) -> str:
-        """All of it as JSON text, which `from_json` reads back; what is not known becomes null."""
+        """All of it as JSON text, which `from_json` reads back; what is not known becomes null, an open end `inf`."""
         document: dict[str, Any] = {"schema_version": COMPARE_VERSION, "kind": "comparison"}
         for part in fields(self):
             value = getattr(self, part.name)
             if isinstance(value, pd.DataFrame):
-                rows = value.astype(object).where(value.notna(), None)
+                rows = value.astype(object).where(value.notna(), None).replace({math.inf: "inf", -math.inf: "-inf"})
                 value = {"columns": list(value.columns), "rows": rows.to_numpy(dtype=object).tolist()}
             document[part.name] = value
         return json.dumps(document, indent=1, allow_nan=False)
@@ -114,7 +116,7 @@ class Comparison:
             OutputError: not JSON, not a comparison, or one of another schema version.
         """
         try:
-            document = json.loads(text)
+            document = json.loads(text, parse_constant=no_constant)
         except ValueError as error:
             raise OutputError(f"{source} is not JSON: {error}", fix=_AGAIN) from None
         if not isinstance(document, dict) or document.get("kind") != "comparison":
@@ -132,7 +134,12 @@ class Comparison:
                     columns = _TABLES[part.name]
                     if value["columns"] != list(columns):
                         raise ValueError(f"its columns are {value['columns']}")
+                    needed = ("value",) if part.name == "table" else ()  # a claim may have no number
+                    if (broken := fault_of_table(value["rows"], columns, needed)) is not None:
+                        raise ValueError(broken)
                     value = pd.DataFrame(value["rows"], columns=list(columns)).astype(columns)
+                elif (odd := fault(value, COMPARISON_SHAPES[part.name], part.name)) is not None:
+                    raise ValueError(f"{odd[0]}, not {odd[1]}")
             except (KeyError, TypeError, ValueError) as error:
                 raise OutputError(f"{part.name!r} of {source} is broken: {error}", fix=_AGAIN) from None
             values[part.name] = value

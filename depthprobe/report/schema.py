@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from depthprobe.errors import NonFiniteError, OutputError
+from depthprobe.report.shapes import REPORT_SHAPES, fault, fault_of_table, no_constant
 
 __all__ = ["ABLATION_COLUMNS", "DEPTH_COLUMNS", "LAYER_COLUMNS", "PAIR_COLUMNS", "SCHEMA_VERSION", "Report"]
 
@@ -169,7 +170,7 @@ class Report:
             OutputError: not JSON, not a report, or a report of another schema version.
         """
         try:
-            document = json.loads(text)
+            document = json.loads(text, parse_constant=no_constant)
         except ValueError as error:
             raise OutputError(f"{source} is not JSON: {error}", fix=_AGAIN) from None
         if not isinstance(document, dict) or "schema_version" not in document:
@@ -188,6 +189,8 @@ class Report:
                 value = _frame(value, _TABLES[part.name], source, part.name)
             elif not isinstance(value, dict if str(part.type).startswith("dict") else list):
                 raise OutputError(f"field {part.name!r} of {source} is a {type(value).__name__}", fix=_AGAIN)
+            elif (odd := fault(value, REPORT_SHAPES.get(part.name), part.name)) is not None:
+                raise OutputError(f"{source} is broken: {odd[0]}", odd[1], _AGAIN)
             values[part.name] = value
         return cls(**values)
 
@@ -250,7 +253,9 @@ class Report:
             "ablations": "schedule {schedule!r}",
             "depth": "unit {unit}, variant {variant!r}",
         }[table].format(**row)
-        found = f"{row['metric']} is {row['value']} at {where} ({self.model.get('dtype')})"
+        found = (
+            f"{row['name' if table == 'depth' else 'metric']} is {row['value']} at {where} ({self.model.get('dtype')})"
+        )
         raise NonFiniteError(found, "a finite number", "try --dtype float32")
 
 
@@ -273,6 +278,8 @@ def _frame(value: Any, columns: dict[str, str], source: str, name: str) -> pd.Da
     try:
         if value["columns"] != list(columns):
             raise ValueError(f"its columns are {value['columns']}")
+        if (odd := fault_of_table(value["rows"], columns)) is not None:
+            raise ValueError(odd)
         return pd.DataFrame(value["rows"], columns=list(columns)).astype(columns)
     except (KeyError, TypeError, ValueError) as error:
         raise OutputError(f"table {name!r} of {source} is broken: {error}", f"{', '.join(columns)}", _AGAIN) from None

@@ -120,7 +120,9 @@ def number(value: Any, digits: int = 3) -> str:
 
 
 def interval(low: Any, high: Any, digits: int = 3) -> str:
-    """`[low, high]`, or nothing where there is no interval."""
+    """`[low, high]`, `[low, ∞)` where its upper end is open, or nothing where there is no interval."""
+    if high == math.inf:
+        return f"[{number(low, digits)}, ∞)" if math.isfinite(low) else ""
     ends = number(low, digits), number(high, digits)
     return "" if "–" in ends else f"[{ends[0]}, {ends[1]}]"
 
