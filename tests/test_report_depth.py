@@ -5,13 +5,16 @@ from dataclasses import replace
 
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 from report_samples import HOSTILE, bare, one_block, sample
 from rich.console import Console
 
 from depthprobe.report import Report, figures
+from depthprobe.report.depth_panels import DEPTH_PANELS
 from depthprobe.report.depth_tables import costs, curve_of, depth_facts, depth_finding, depth_lines, disagreements
 from depthprobe.report.html import page
+from depthprobe.report.panels import LIGHT
 from depthprobe.report.schema import DEPTH_COLUMNS
 from depthprobe.report.screen import show, show_depth
 
@@ -83,7 +86,8 @@ def said(report: Report) -> str:
 def test_only_what_passes_is_said() -> None:
     report = deepened(passing=(("dependence", "first power", 4.0),))
     assert said(report).startswith(
-        "Of 12 blocks, the estimates that pass the gate count 4.00 [3.50, 4.50] by dependence (first power)."
+        "Of 12 blocks, the estimates that pass the gate count 4.00 [3.50, 4.50] by dependence (first power) "
+        "(random weights 2.00, random tokens 2.00)."
     )
     assert "participation" not in said(report)
     assert "16 sequences: fewer than 32" in said(report)
@@ -142,6 +146,19 @@ def test_every_figure_is_drawn(report: Report, name: str) -> None:
     image = Image.open(io.BytesIO(figures.render(report, name)))
     assert image.width == 1200
     assert figures.alt_text(report, name)
+
+
+def test_no_estimate_lies_outside_of_its_figure() -> None:
+    axes = Figure().subplots()
+    found = deepened(failing=(("path_elasticity_raw", "", -2.7), ("path_spectrum", "", 40.0), ("stages", "3%", 5.0)))
+    found.depth.loc[2, "ci_low"] = 5.25  # a bootstrap's interval may leave its value out
+    panel = next(panel for panel in DEPTH_PANELS if panel.name == "depth")
+    panel.draw(found, [axes], LIGHT)
+    low, high = axes.get_xlim()
+    assert low < -3.2
+    assert high > 40.5
+    bars = [path.vertices[:, 0].tolist() for lines in axes.collections for path in lines.get_paths()]
+    assert bars == [[-3.2, -2.2], [39.5, 40.5], [5.25, 5.5]]
 
 
 def test_the_page_shows_values_controls_and_reasons() -> None:

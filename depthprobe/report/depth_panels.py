@@ -10,14 +10,13 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
-from depthprobe.report.depth_tables import CONTROLS, control_names, curve_of, label
+from depthprobe.report.depth_tables import CONTROLS, SHARES, control_names, curve_of, label
 from depthprobe.report.panels import Panel, Theme, finish
 from depthprobe.report.schema import Report
 from depthprobe.report.tables import number, with_interval
 
 __all__ = ["DEPTH_PANELS", "LATER_PANELS"]
 
-_NO_DEPTH = ("direct_share", "direct_share_raw", "path_cross")  # shares, in no unit of depth
 _METRICS = (
     "stages",
     "dependence",
@@ -36,7 +35,7 @@ _HOLLOW = ("s", "^")
 def _shown(report: Report) -> pd.DataFrame:
     """Estimates of the whole model."""
     table = report.depth
-    return table[(table["of"] == table["of"].max()) & ~table["name"].isin(_NO_DEPTH)]
+    return table[(table["of"] == table["of"].max()) & ~table["name"].isin(SHARES)]
 
 
 def _draw_estimates(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
@@ -60,13 +59,16 @@ def _draw_estimates(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
         if some.empty:
             continue
         y = [places[name, variant] for name, variant in zip(some["name"], some["variant"], strict=True)]
-        ends = some[["ci_low", "ci_high"]].to_numpy(dtype=float)
-        reach = np.nan_to_num(np.abs(ends - some["value"].to_numpy()[:, None]).T)
-        ax.errorbar(some["value"], y, xerr=reach, fmt="D" if passed else "o", color=colour, markersize=6, label=said)
+        low, high = (some[end].astype(float) for end in ("ci_low", "ci_high"))  # which need not enclose the value
+        ax.hlines(y, low, high, color=colour, linewidth=1.6)
+        ax.plot(some["value"], y, linestyle="", marker="D" if passed else "o", color=colour, markersize=6, label=said)
     ax.set_yticks(list(places.values()), [label({"name": name, "variant": variant}) for name, variant in places])
     ax.invert_yaxis()
     of = int(report.depth["of"].max())
-    ax.set_xlim(-0.02 * of, 1.04 * of)
+    ends = [rows[name].astype(float) for name in ("value", "ci_low", "ci_high")]
+    # an elasticity may be negative, or above N
+    drawn = np.concatenate([[0, of], *ends, [row["value"] for row in held]])
+    ax.set_xlim(np.nanmin(drawn) - 0.02 * of, np.nanmax(drawn) + 0.04 * of)
     ax.axvline(of, color=theme.ink, linewidth=0.8)
     finish(ax, "", f"{report.deep.get('unit', 'block')}s, of {of}")
     ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, borderaxespad=0.2)  # beside long names
