@@ -42,9 +42,9 @@ def test_what_lies_above_both_controls_passes() -> None:
     [
         ("new", "", "never calibrated"),
         ("curve", "5%", "never calibrated"),
-        ("curve", "3%", "known answers of analytic networks: failed"),
-        ("moves", "", "a gain on the stream: 6 to 5"),
-        ("untried", "", "trained models of known depth: not judged"),
+        ("curve", "3%", "failed its calibration: known answers of networks"),
+        ("moves", "", "failed its calibration: rewrites that keep the function"),
+        ("untried", "", "order of models of known depth: not judged"),
     ],
 )
 def test_what_the_calibration_did_not_pass(name: str, variant: str, reason: str) -> None:

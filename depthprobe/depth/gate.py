@@ -21,9 +21,9 @@ __all__ = ["COLUMNS", "CONTROLS", "PARTS", "Static", "Verdict", "judge", "static
 
 CONTROLS = ("random-init", "random-tokens")
 PARTS = {
-    "table": "the known answers of analytic networks",
-    "rewrites": "invariance to rewrites that keep the function",
-    "tasks": "the order of trained models of known depth",
+    "table": "known answers of networks",
+    "rewrites": "rewrites that keep the function",
+    "tasks": "order of models of known depth",
 }
 COLUMNS = ("name", "variant", *PARTS, "reason")
 PASSED = "passed"
@@ -55,7 +55,7 @@ class Static:
     def missing(self) -> str:
         """Which parts did not pass, in words; empty if all did."""
         states = zip(PARTS.values(), (self.table, self.rewrites, self.tasks), strict=True)
-        return "; ".join(f"{part}: {state}" for part, state in states if state != PASSED)
+        return "; ".join(part if state == "failed" else f"{part}: {state}" for part, state in states if state != PASSED)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def judge(name: str, variant: str, model: Interval, controls: Mapping[str, Inter
     if static is None:
         return Verdict(False, "never calibrated")
     if not static.passed:
-        return Verdict(False, f"failed its calibration ({static.reason or static.missing})")
+        return Verdict(False, f"failed its calibration: {static.missing}")
     if not controls:
         return Verdict(False, "no control was run")
     for missing in (control for control in CONTROLS if control not in controls):

@@ -13,6 +13,8 @@ from depthprobe.report.tables import number, with_interval
 from depthprobe.report.words import FEW, Finding, ends, plural
 
 __all__ = [
+    "CONTROLS",
+    "SHARES",
     "DepthLine",
     "control_names",
     "costs",
@@ -24,6 +26,7 @@ __all__ = [
     "label",
 ]
 
+SHARES = ("direct_share", "direct_share_raw", "path_cross")  # in no unit of depth
 CONTROLS = {"random-init": "random weights", "random-tokens": "random tokens"}
 
 
@@ -35,7 +38,7 @@ class DepthLine:
         name, variant: of the estimate.
         value: with its interval.
         controls: the value of every control, with its interval; a dash where it has none.
-        whole: it is about the whole model, and not its later blocks.
+        whole: it is a depth of the whole model: neither of its later blocks alone, nor a share.
         passed: the gate's word.
         reason: why not, or by what it passed.
         note: what else is to be known.
@@ -63,7 +66,7 @@ def depth_finding(report: Report) -> Finding | None:
         near = _nearest(report)
         text = "No estimate of effective depth passes the gate on this model"
         return Finding("Depth", f"{text}{': ' + near if near else ''}.", _size(report), f"{text}; see the report.")
-    said = [f"{with_interval(row)} by {label(row)}" for _, row in parts.iterrows()]
+    said = [f"{with_interval(row)} by {label(row)}{_beside(report, row)}" for _, row in parts.iterrows()]
     text = f"Of {of} {unit}{plural(of)}, the estimates that pass the gate count {_and(said)}."
     more = " ".join([*disagreements(report), _size(report)])
     return Finding("Depth", text, more)
@@ -97,7 +100,7 @@ def depth_lines(report: Report) -> list[DepthLine]:
         judged = gate.get(key, {"passed": bool(row["passes_gate"]), "reason": ""})
         beside = tuple(with_interval(held[control, *key]) if (control, *key) in held else "–" for control in names)
         note = str(row["note"]).split("gate: ")[0].rstrip("; ")
-        whole, word = bool(row["of"] == most), bool(judged["passed"])
+        whole, word = bool(row["of"] == most) and row["name"] not in SHARES, bool(judged["passed"])
         lines.append(DepthLine(*key, with_interval(row), beside, whole, word, str(judged["reason"]), note))
     return sorted(lines, key=lambda line: not line.passed)
 
@@ -151,6 +154,14 @@ def curve_of(report: Report, name: str) -> pd.DataFrame:
 def label(row: Any) -> str:
     """`stages (3%)`, or the name alone for the default variant."""
     return f"{row['name']} ({row['variant']})" if row["variant"] else str(row["name"])
+
+
+def _beside(report: Report, row: Any) -> str:
+    """The controls' values in brackets: an estimate is to be read against them."""
+    key = (row["name"], row["variant"])
+    held = [found for found in report.deep.get("controls", []) if (found["name"], found["variant"]) == key]
+    said = ", ".join(f"{CONTROLS[found['control']]} {number(found['value'])}" for found in held)
+    return f" ({said})" if said else ""
 
 
 def _nearest(report: Report) -> str:
