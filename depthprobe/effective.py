@@ -41,6 +41,7 @@ __all__ = [
 Progress = Callable[[int, int], None]
 PARTS = 1000  # of a run, for the progress
 SEQ_LEN = 128  # more and shorter sequences than elsewhere, since the interval is over them
+QUICK_LEN = 64  # the same of the few tokens that `analyze` has for it
 FEW = 32
 
 
@@ -292,6 +293,8 @@ def _effective(
     notes += [
         f"The control {name} could not be made: {found}." for name, found in controls.items() if isinstance(found, str)
     ]
+    if plan.unit == "sublayer":
+        notes.append("The gate's calibration counted whole blocks, and no attention and MLP apart.")
     if corpus.sequences < FEW:
         notes.append(f"The intervals rest on {corpus.sequences} sequences; below {FEW} they tend to be too narrow.")
     details = {

@@ -194,6 +194,7 @@ class TestRuns:
     def test_sublayers(self) -> None:
         found = effective_depth(tiny(), ids(4, 12, vocab=60).numpy(), unit="sublayer", estimators=["dependence"])
         assert set(found.table["unit"]) == {"sublayer"}
+        assert any("counted whole blocks" in note for note in found.details["notes"])
         assert (found.table["of"] == 6).all()
 
     def test_an_encoder_without_a_head_has_what_needs_none(self) -> None:
