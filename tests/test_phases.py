@@ -332,7 +332,7 @@ class TestReport:
         ("state", "text"),
         [
             (0, "from x_0 already"),
-            (5, "from x_5 on (from x_3 to x_7 in resamples): blocks before still compute it"),
+            (5, "first be read to 90 % of its best at x_5 (from x_3 to x_7 in resamples): blocks before still compute"),
             (12, "from the last state only, x_12"),
             (None, "cannot be read from any state"),
         ],
@@ -346,6 +346,7 @@ class TestReport:
             said = finding(replace(sample(), phases={**plain, "readable": read}))
             assert said is not None
             assert text in said.text
+            assert ("one of the 15 most frequent" in said.text) == (state is not None)
             assert ("fitted on 127 positions: too few" in said.text) == few
 
     def test_no_clear_clusters_are_said(self) -> None:

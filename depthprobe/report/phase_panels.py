@@ -45,15 +45,17 @@ def _from(found: dict[str, Any]) -> str:
     if row["state"] is None:
         return "the next token cannot be read from any state by a straight line"
     state, last = int(row["state"]), max(each["state"] for each in found["readable"])
+    classes = next(each["classes"] for each in found["readable"] if each["target"] == "next token")
+    token = f"the next token, where it is one of the {classes} most frequent,"
     low, high = ends(row)
     within = f" ({_between(int(low), int(high))})" if np.isfinite(low) and low < high else ""
     if state == 0:
-        return "the next token can be read to 90 % of its best from x_0 already: no block adds much to it"
+        return f"{token} can be read to 90 % of its best from x_0 already: no block makes that much easier"
     if state == last:
-        return f"the next token can be read to 90 % of its best from the last state only, x_{state}{within}"
+        return f"{token} can be read to 90 % of its best from the last state only, x_{state}{within}"
     return (
-        f"the next token can be read to 90 % of its best from x_{state} on{within}: blocks before still compute it, "
-        "those after refine it"
+        f"{token} can first be read to 90 % of its best at x_{state}{within}: blocks before still compute it, those "
+        "after refine it"
     )
 
 
@@ -91,7 +93,7 @@ def _more(report: Report) -> list[str]:
     lens = by_layer(report, _LENS)
     if lens:
         near = min(layer for layer, value in lens.items() if value <= _NEAR * max(lens.values()))
-        said.append(f"Through the model's own head the KL is below {_NEAR:.0%} of its largest from x_{near} on.")
+        said.append(f"Through the model's own head the KL first is below {_NEAR:.0%} of its largest at x_{near}.")
     clusters = found.get("clusters")
     if clusters:
         silhouette = with_interval({"value": clusters["silhouette"], **clusters})
