@@ -142,6 +142,9 @@ def ranked(need: Floats, values: Floats, resamples: int = 2000) -> tuple[float, 
 def ordered(need: Floats, values: Floats, lines: Sequence[str], resamples: int = 2000) -> tuple[float, float, float]:
     """(right − wrong) / all pairs of one line with different needs, with its 95 % interval over lines; NaN of no pair.
 
+    Of a few lines that agree the interval has no width, and says nothing of how easily they do: guesses get all pairs
+    of four lines, of six pairs, right once in 36 times.
+
     Args:
         need, values: of each model.
         lines: which line it belongs to.
