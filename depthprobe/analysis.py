@@ -20,7 +20,7 @@ from depthprobe.anatomy import Block, Branch
 from depthprobe.checkpoint import Checkpoint, load
 from depthprobe.corpus import Corpus
 from depthprobe.depth.base import DepthSettings
-from depthprobe.effective import shortened, with_effective, with_phases
+from depthprobe.effective import QUICK_LEN, shortened, with_effective, with_phases
 from depthprobe.errors import UsageError
 from depthprobe.estimate import Resampler
 from depthprobe.fingerprint import fingerprint
@@ -50,7 +50,7 @@ def analyze(
     ablations: bool = True,
     ablation_tokens: int = 2048,
     gradient_tokens: int = 1024,
-    depth_tokens: int = 1024,
+    depth_tokens: int = 512,
     progress: Progress | None = None,
     **loading: Any,
 ) -> Report:
@@ -115,7 +115,7 @@ def analyze(
         report = with_gradients(report, anatomy, part, GradientSettings(skip_first=skip_first, seed=seed), progress)
     if depth_tokens:
         deep = DepthSettings(seed, skip_first, settings.batch_size)
-        report = with_effective(report, anatomy, shortened(corpus, depth_tokens), deep, progress)
+        report = with_effective(report, anatomy, shortened(corpus, depth_tokens, QUICK_LEN), deep, progress)
         report = with_phases(report, anatomy, corpus, deep, progress)
     if not ablations:
         return report

@@ -62,7 +62,7 @@ def analyze(
     ] = 1024,
     depth_tokens: Annotated[
         int, typer.Option(help="How many of the tokens to estimate effective depth on, beside controls; 0 for none.")
-    ] = 1024,
+    ] = 512,
     batch_size: BatchSize = "auto",
     seed: Seed = 0,
     dtype: Dtype = "auto",
@@ -93,7 +93,7 @@ def analyze(
     from depthprobe.ablation import default_schedules, default_sweep, select_sequences, sweep_cost
     from depthprobe.analysis import build_report
     from depthprobe.depth.base import DepthSettings
-    from depthprobe.effective import PARTS, effective_cost, quick, shortened, with_effective, with_phases
+    from depthprobe.effective import PARTS, QUICK_LEN, effective_cost, quick, shortened, with_effective, with_phases
     from depthprobe.gradient import GradientSettings, gradients_cost, with_gradients
     from depthprobe.measure import Settings, measure
     from depthprobe.prepare import prepare
@@ -123,7 +123,7 @@ def analyze(
         with Bar("Differentiating", part.sequences) as progress:
             report = with_gradients(report, anatomy, part, slopes, progress)
     if depth_tokens:
-        part, deep = shortened(corpus, depth_tokens), DepthSettings(seed, skip_first, size)
+        part, deep = shortened(corpus, depth_tokens, QUICK_LEN), DepthSettings(seed, skip_first, size)
         say(effective_cost(part, quick(len(anatomy.stream)), len(anatomy.stream)))
         with Bar("Estimating depth", PARTS, "thousandths") as progress:
             report = with_effective(report, anatomy, part, deep, progress)
