@@ -15,7 +15,7 @@ from torch import nn
 from depthprobe.checkpoint import Checkpoint
 from depthprobe.controls import random_init, random_tokens
 from depthprobe.corpus import Corpus
-from depthprobe.depth.base import COLUMNS, DepthSettings, Estimate
+from depthprobe.depth.base import COLUMNS, DepthSettings, resampler
 from depthprobe.depth.gate import CONTROLS, judge, static_gate
 from depthprobe.depth.phases import phases
 from depthprobe.depth.suite import ESTIMATORS, Ran, chosen, run_estimators, weight
@@ -190,9 +190,9 @@ def run_effective(
 
 def joined(report: Report, found: Effective) -> Report:
     """The report with these estimates, instead of those that it had."""
-    pairs = report.pairs
+    pairs = report.pairs[report.pairs["metric"] != "update_dependence"].reset_index(drop=True)
     if not found.pairs.empty:
-        pairs = pd.concat([pairs[pairs["metric"] != "update_dependence"], found.pairs], ignore_index=True)
+        pairs = pd.concat([pairs, found.pairs], ignore_index=True)
     details = found.details
     if details["sha256"] != report.corpus["sha256"]:
         other = f"Effective depth was estimated on {details['corpus']}, all else on {report.corpus['name']}."
@@ -214,10 +214,12 @@ def with_phases(
     report: Report, anatomy: Anatomy, corpus: Corpus, settings: DepthSettings, progress: Progress | None = None
 ) -> Report:
     """The report with phases of computation, or with a note on why this model has none; one more forward pass."""
+    said = "Phases of computation were left out: "
+    notes = [note for note in report.notes if not note.startswith(said)]  # of an earlier run into the same report
     try:
-        return replace(report, phases=phases(anatomy, corpus, settings, progress).plain())
+        return replace(report, phases=phases(anatomy, corpus, settings, progress).plain(), notes=notes)
     except DepthprobeError as error:
-        return replace(report, notes=[*report.notes, f"Phases of computation were left out: {error}."])
+        return replace(report, phases={}, notes=[*notes, f"{said}{error}."])
 
 
 def quick(blocks: int) -> Plan:
@@ -264,10 +266,11 @@ def _effective(
     seconds: float,
 ) -> Effective:
     """Put what ran into a table, with the gate's word on every row."""
-    rows, gate, curves, notes = [], [], {}, []
-    pairs = pd.DataFrame()
+    rows, gate, curves, notes, pairs = [], [], {}, [], pd.DataFrame()
     controls = {
-        name: runs if isinstance(runs, str) else {(d.name, d.variant): d for one in _made(runs) for d in one.rows}
+        name: runs
+        if isinstance(runs, str)
+        else {(d.name, d.variant): d for one in runs if one.estimate for d in one.estimate.rows}
         for name, runs in beside.items()
     }
     for one in ran:
@@ -290,13 +293,10 @@ def _effective(
             else:
                 curves[f"{one.name}/{name}"] = plain_table(curve)
         notes += [note for note in one.estimate.notes if note not in notes]
-    notes += [
-        f"The control {name} could not be made: {found}." for name, found in controls.items() if isinstance(found, str)
-    ]
+    notes += [f"The control {name} could not be made: {why}." for name, why in controls.items() if isinstance(why, str)]
     if plan.unit == "sublayer":
         notes.append("The gate's calibration counted whole blocks, and no attention and MLP apart.")
-    if corpus.sequences < FEW:
-        notes.append(f"The intervals rest on {corpus.sequences} sequences; below {FEW} they tend to be too narrow.")
+    notes += _rest(corpus, settings)
     details = {
         "unit": plan.unit,
         "estimators": [_described(one) for one in ran],
@@ -319,8 +319,12 @@ def _effective(
     return Effective(pd.DataFrame(rows, columns=list(COLUMNS)), details, pairs)
 
 
-def _made(runs: list[Ran]) -> list[Estimate]:
-    return [one.estimate for one in runs if one.estimate is not None]
+def _rest(corpus: Corpus, settings: DepthSettings) -> list[str]:
+    """On how few the intervals rest, if on few."""
+    if (count := resampler(corpus, settings).clusters) < 2:
+        return ["There is one sequence, so that no estimate of effective depth has an interval."]
+    what = f"{count} documents" if count < corpus.sequences else f"{count} sequences"
+    return [f"The intervals rest on {what}; below {FEW} they tend to be too narrow."] if count < FEW else []
 
 
 def _interval(found: Any) -> Interval | str:

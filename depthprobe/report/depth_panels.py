@@ -63,7 +63,7 @@ def _draw_estimates(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
         ax.hlines(y, low, high, color=colour, linewidth=1.6)
         ax.plot(some["value"], y, linestyle="", marker="D" if passed else "o", color=colour, markersize=6, label=said)
     ax.set_yticks(list(places.values()), [label({"name": name, "variant": variant}) for name, variant in places])
-    ax.invert_yaxis()
+    ax.set_ylim(len(places) - 0.5, -0.5)  # from above, with room for the controls of a single one
     of = int(report.depth["of"].max())
     ends = [rows[name].astype(float) for name in ("value", "ci_low", "ci_high")]
     # an elasticity may be negative, or above N
@@ -88,6 +88,10 @@ def _draw_profile(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
         _line(axes[1], rows, "value", theme.lines[2], "part of a unit in path_elasticity")
     finish(axes[0], "depth of reading")
     finish(axes[1], "share of a step", "unit, from 0" if of != report.model["blocks"] else "block $l$")
+    for ax in axes:
+        if not ax.lines:
+            ax.set_yticks([])
+            ax.text(0.5, 0.5, "not estimated", transform=ax.transAxes, ha="center", color=theme.ink, fontsize=9)
 
 
 def _line(ax: Axes, rows: pd.DataFrame, value: str, colour: str, said: str) -> None:

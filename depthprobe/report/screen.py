@@ -81,11 +81,18 @@ def show_anatomy(found: dict[str, Any], console: Console | None = None) -> None:
 def show_depth(report: Report, console: Console | None = None) -> None:
     """Print every estimate for the whole model beside its controls, a line each; the report has the intervals of all.
 
+    What could not be estimated follows, with the reason.
+
     Args:
         report: with estimates.
         console: where to; standard output by default.
     """
     console = console or Console(highlight=False)
+    lacking = [one for one in report.deep.get("estimators", []) if one["reason"]]
+    missing = Text("\n".join(f"{one['name']} was left out: {visible(one['reason'])}" for one in lacking), "dim")
+    if report.depth.empty:
+        console.print("No number of units was estimated.", missing, sep="\n" if lacking else "")
+        return
     grid = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=False)
     grid.add_column("estimate", overflow="fold")
     for heading in ("value", *(CONTROLS[name] for name in control_names(report)), "gate"):
@@ -95,6 +102,8 @@ def show_depth(report: Report, console: Console | None = None) -> None:
             name, said = f"{line.name} {line.variant}".strip(), Text("passes", "green") if line.passed else "–"
             grid.add_row(Text(visible(name)), line.value, *(cell.split(" [")[0] for cell in line.controls), said)
     console.print(grid)
+    if lacking:
+        console.print(missing)
 
 
 def show_schedules(table: pd.DataFrame, console: Console | None = None) -> None:
