@@ -61,6 +61,7 @@ GATE_CSV = DATA.parent / "depthprobe" / "depth" / "gate.csv"
 MANY = DepthSettings(probes=64)
 DEEP = "-deep"  # ends the name of a folder of a model with more blocks than its task needs
 JUDGING = (("minimal", "together"), ("deep", "within"))
+CHANCE = 0.05
 NEAR_ZERO = VARIANTS["stages"][0]
 
 
@@ -139,7 +140,7 @@ def table(names: Sequence[str], part: str = "table", cases: Sequence[Known] | No
                 # Between two counts D(κ) is on the line, up to one below the count that is needed: at κ → 0 by κ over
                 # the cost of the first stage that is missed.
                 tolerance = 1e-2 if variant == NEAR_ZERO else 1
-            yield checked(part, case.network, row, answer.value, tolerance, answer.note)
+            yield checked(part, case.network, row, answer.value, tolerance, answer.note, tolerance == 1)
 
 
 def beyond(names: Sequence[str]) -> Iterator[Row]:
@@ -249,9 +250,10 @@ def ranks(single: Sequence[Row]) -> Iterator[Row]:
 
     Judged by two. The models with no block more than needed must be ranked by need; but there the number of blocks
     alone gives the right order, and with it whatever grows with that number. So of the models that all have the same,
-    larger number of blocks, those of one task and placement must be in order too: (right − wrong) / all pairs of models
-    that need differently. Their correlation over all tasks is shown and judges nothing: how much a model makes use of
-    blocks that its task does not need depends on the task and the placement, and is not known.
+    larger number of blocks, those of one task and placement must be in order too, more than by chance: (right − wrong)
+    / all pairs of models that need differently, and how many of all orders are as good. Their correlation over all
+    tasks is shown and judges nothing: how much a model makes use of blocks that its task does not need depends on the
+    task and the placement, and is not known.
     """
     for kind in ("minimal", "deep"):
         models = [row for row in single if row.network.endswith(DEEP) is (kind == "deep")]
@@ -264,11 +266,13 @@ def ranks(single: Sequence[Row]) -> Iterator[Row]:
                     continue
                 if which == "within":
                     lines = [re.sub(r"-\d+/", "/", row.network) for row in some]
-                    interval, note = ordered(need, values, lines), f"pairs of {len(some)} models"
+                    value, pairs, chance = ordered(need, values, lines)
+                    interval, fine = (value, np.nan, np.nan), chance <= CHANCE
+                    note = f"{pairs} pairs of models; by chance as good in {chance:.3g} of all orders"
                 else:
-                    interval, note = ranked(need, values), f"rank correlation over {len(some)} models"
-                judging = (kind, which) in JUDGING and not np.isnan(interval[0])
-                passed = interval[1] > 0 if judging else None
+                    interval, pairs = ranked(need, values), len(some)
+                    fine, note = interval[1] > 0, f"rank correlation over {len(some)} models"
+                passed = bool(fine) if (kind, which) in JUDGING and pairs else None
                 label = "within a task and placement" if which == "within" else which
                 yield Row("tasks", f"{kind}, {label}", name, "block", variant, 1.0, *interval, None, passed, note)
 

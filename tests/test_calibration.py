@@ -239,12 +239,28 @@ def test_order_within_lines() -> None:
     lines = ["a", "a", "a", "b", "b", "c"]
     need = np.array([1.0, 2, 2, 1, 3, 2])
     # a: two pairs, both right; b: one, wrong; c: none; between lines nothing is compared
-    value, low, high = ordered(need, np.array([1.0, 2, 3, 9, 8, 0]), lines, 500)
-    assert value == pytest.approx((2 - 1) / 3)
-    assert (low, high) == (-1, 1)
-    assert ordered(need, need, lines, 500) == (1, 1, 1)
-    assert ordered(need, np.ones(6), lines, 500) == (0, 0, 0)
-    assert np.isnan(ordered(need[:1], need[:1], ["a"])).all()
+    value, pairs, chance = ordered(need, np.array([1.0, 2, 3, 9, 8, 0]), lines)
+    assert (value, pairs) == (pytest.approx((2 - 1) / 3), 3)
+    # a scores 2, 0 or −2, b 1 or −1, all alike: 2 + 1, 2 − 1 and 0 + 1 are as good as 2 − 1, three of six
+    assert chance == pytest.approx(3 / 6)
+    assert ordered(need, need + 0.1 * np.arange(6), lines) == (1, 3, pytest.approx(1 / 6))
+    assert ordered(need, np.ones(6), lines) == (0, 3, 1)
+    nothing = ordered(need[:1], need[:1], ["a"])
+    assert np.isnan(nothing[0])
+    assert nothing[1:] == (0, 1)
+
+
+def test_the_chance_is_that_of_all_orders() -> None:
+    """Against dealing at random."""
+    rng = np.random.default_rng(0)
+    need, lines = np.array([1.0, 2, 2, 1, 2, 3, 4]), ["a"] * 3 + ["b"] * 4
+    values = np.array([0.3, 0.5, 0.2, 1, 3, 2, 4])
+    value, _, chance = ordered(need, values, lines)
+    hits = 0
+    for _ in range(1000):
+        dealt = np.concatenate([rng.permutation(values[:3]), rng.permutation(values[3:])])
+        hits += ordered(need, dealt, lines)[0] >= value - 1e-12
+    assert hits / 1000 == pytest.approx(chance, abs=0.05)
 
 
 def test_ranks_of_given_models() -> None:
