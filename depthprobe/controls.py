@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,12 +11,19 @@ import torch
 
 from depthprobe.checkpoint import Checkpoint
 from depthprobe.corpus import Corpus
+from depthprobe.depth.base import Depth, DepthSettings
+from depthprobe.depth.gate import CONTROLS
+from depthprobe.depth.suite import Ran, run_estimators
+from depthprobe.errors import DepthprobeError
 from depthprobe.fresh import fresh_twin
 from depthprobe.prepare import prepare
 from depthprobe.probes.base import key_rng
 from depthprobe.verify import Anatomy
 
-__all__ = ["random_init", "random_tokens"]
+__all__ = ["TWINS", "Held", "of_draws", "random_init", "random_tokens", "run_controls"]
+
+Held = dict[tuple[str, str], Depth]  # (name, variant) → what an estimator says of a control
+TWINS = 3  # a draw of random weights says little of another: twins differ by more than the intervals over sequences
 
 _TOKENS = 1 << 27  # key of the random draws
 
@@ -50,3 +58,69 @@ def random_tokens(checkpoint: Checkpoint, corpus: Corpus, seed: int) -> Corpus:
             made[:, 0] = inputs[:, 0]
     sha256 = hashlib.sha256(made.numpy().tobytes()).hexdigest()
     return replace(corpus, inputs=made, documents=None, name="random tokens", sha256=sha256, notes=())
+
+
+def run_controls(
+    anatomy: Anatomy,
+    corpus: Corpus,
+    names: Sequence[str],
+    controls: Sequence[str] = CONTROLS,
+    unit: str = "block",
+    settings: DepthSettings | None = None,
+    twins: int = TWINS,
+    progress: Callable[[float], None] | None = None,
+) -> dict[str, Held | str]:
+    """What estimators say of each control; of one that could not be made, why.
+
+    Args:
+        anatomy, corpus, unit, settings: as for the model itself.
+        names: of `depth.suite.ESTIMATORS`.
+        controls: of `depth.gate.CONTROLS`.
+        twins: how many draws of random weights, with seeds `settings.seed`, …; see `of_draws`.
+        progress: called with the share that is done, 0 to 1.
+    """
+    settings = settings or DepthSettings()
+    runs, done = sum(twins if control == "random-init" else 1 for control in controls), 0
+
+    def step(share: float) -> None:
+        if progress is not None:
+            progress(min(1.0, (done + share) / runs))
+
+    found: dict[str, Held | str] = {}
+    for control in controls:
+        draws = []
+        try:
+            for seed in range(settings.seed, settings.seed + (twins if control == "random-init" else 1)):
+                twin, other = anatomy, corpus
+                if control == "random-init":
+                    twin = random_init(anatomy, corpus, seed)
+                else:
+                    other = random_tokens(anatomy.stream.checkpoint, corpus, seed)
+                draws.append(_held(run_estimators(twin, other, names, unit, settings, step)))
+                done += 1
+            found[control] = of_draws(draws)
+        except DepthprobeError as error:
+            found[control] = str(error)
+    return found
+
+
+def of_draws(draws: Sequence[Held]) -> Held:
+    """Their mean, from the lowest lower to the highest upper end of their intervals: beyond it is beyond each of them.
+
+    A row that one of the draws does not have is left out.
+    """
+    made: Held = {}
+    for key in draws[0]:
+        rows = [held[key] for held in draws if key in held]
+        if len(rows) < len(draws):
+            continue
+        value, low, high = (
+            float(pick([getattr(row, name) for row in rows]))
+            for pick, name in ((np.mean, "value"), (np.min, "ci_low"), (np.max, "ci_high"))
+        )
+        made[key] = replace(rows[0], value=value, ci_low=low, ci_high=high)
+    return made
+
+
+def _held(ran: Sequence[Ran]) -> Held:
+    return {(row.name, row.variant): row for one in ran if one.estimate is not None for row in one.estimate.rows}

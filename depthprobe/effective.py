@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ import pandas as pd
 from torch import nn
 
 from depthprobe.checkpoint import Checkpoint
-from depthprobe.controls import random_init, random_tokens
+from depthprobe.controls import TWINS, Held, run_controls
 from depthprobe.corpus import Corpus
 from depthprobe.depth.base import COLUMNS, DepthSettings, resampler
 from depthprobe.depth.gate import CONTROLS, judge, static_gate
@@ -54,11 +55,18 @@ class Plan:
         unit: `block` or `sublayer`: what is counted.
         controls: of `random-init` (the same configuration with random weights) and `random-tokens`; without both, no
             estimate passes the gate.
+        twins: how many draws of random weights an estimate must lie above, each.
     """
 
     estimators: tuple[str, ...] | None = None
     unit: str = "block"
     controls: tuple[str, ...] = CONTROLS
+    twins: int = TWINS
+
+    @property
+    def draws(self) -> int:
+        """How many further runs the controls take."""
+        return sum(self.twins if control == "random-init" else 1 for control in self.controls)
 
     def check(self) -> None:
         """Refuse what makes no sense before anything is loaded.
@@ -71,6 +79,8 @@ class Plan:
             raise UsageError(f"--unit {self.unit}", "block or sublayer")
         if odd := [name for name in self.controls if name not in CONTROLS]:
             raise UsageError(f"--control {odd[0]}", f"some of {', '.join(CONTROLS)}, or none")
+        if self.twins < 1:
+            raise UsageError(f"--twins {self.twins}", "at least 1, or leave random-init out of --control")
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +118,7 @@ def effective_depth(
     unit: Literal["block", "sublayer"] = "block",
     estimators: Sequence[str] | None = None,
     controls: Sequence[str] = CONTROLS,
+    twins: int = TWINS,
     tokens: int = 2048,
     seq_len: int | None = None,
     batch_size: int | None = None,
@@ -128,6 +139,7 @@ def effective_depth(
         unit: what is counted, whole blocks or their attention and MLP.
         estimators: some of `depth.suite.ESTIMATORS`; all of them by default.
         controls: `random-init`, `random-tokens`, both or none.
+        twins: how many draws of random weights.
         tokens: how many tokens to estimate on.
         seq_len: tokens of a sequence; 128 unless the model takes fewer.
         batch_size: sequences at once, None for what fits.
@@ -140,7 +152,7 @@ def effective_depth(
     Raises:
         UsageError: a request that makes no sense, or units that were not found.
     """
-    plan = Plan(None if estimators is None else tuple(estimators), unit, tuple(controls))
+    plan = Plan(None if estimators is None else tuple(estimators), unit, tuple(controls), twins)
     plan.check()
     settings = DepthSettings(seed=seed, skip_first=skip_first, batch_size=batch_size)
     settings.check()
@@ -164,27 +176,17 @@ def run_effective(
     """Estimate the depth of a verified model, then of its controls; see `effective_depth`."""
     started, names = time.perf_counter(), chosen(plan.estimators)
     counted = [name for name in names if ESTIMATORS[name].metrics]  # the others have no row to compare
-    total = PARTS * (1 + len(plan.controls) * weight(counted, 30) / weight(names, 30))
-    before = 0.0
+    more = PARTS * plan.draws * weight(counted, 30) / weight(names, 30)
 
-    def step(share: float) -> None:
+    def step(share: float, before: float = 0.0, mine: float = PARTS) -> None:
         if progress is not None:
-            progress(round(min(before + PARTS * share, total)), round(total))
+            progress(round(before + mine * share), round(PARTS + more))
 
     ran = run_estimators(anatomy, corpus, names, plan.unit, settings, step)
-    before = PARTS
-    beside: dict[str, list[Ran] | str] = {}
-    for control in plan.controls:
-        try:
-            twin, other = anatomy, corpus
-            if control == "random-init":
-                twin = random_init(anatomy, corpus, settings.seed)
-            else:
-                other = random_tokens(anatomy.stream.checkpoint, corpus, settings.seed)
-            beside[control] = run_estimators(twin, other, counted, plan.unit, settings, step)
-        except DepthprobeError as error:
-            beside[control] = str(error)
-        before += (total - PARTS) / len(plan.controls)
+    beside = run_controls(
+        anatomy, corpus, counted, plan.controls, plan.unit, settings, plan.twins, partial(step, before=PARTS, mine=more)
+    )
+    step(1.0, PARTS, more)
     return _effective(corpus, plan, settings, ran, beside, time.perf_counter() - started)
 
 
@@ -249,7 +251,7 @@ def shortened(corpus: Corpus, tokens: int, seq_len: int = SEQ_LEN) -> Corpus:
 def effective_cost(corpus: Corpus, plan: Plan, units: int) -> str:
     """What the estimates will cost, in a sentence."""
     names = chosen(plan.estimators)
-    passes = weight(names, units) * (1 + len(plan.controls))
+    passes = weight(names, units) * (1 + plan.draws)
     beside = f", {' and '.join(plan.controls)} included" if plan.controls else ""
     return (
         f"Effective depth by {', '.join(names)}: about {passes:,.0f} forward passes over {corpus.sequences} × "
@@ -262,17 +264,11 @@ def _effective(
     plan: Plan,
     settings: DepthSettings,
     ran: list[Ran],
-    beside: dict[str, list[Ran] | str],
+    controls: dict[str, Held | str],
     seconds: float,
 ) -> Effective:
     """Put what ran into a table, with the gate's word on every row."""
     rows, gate, curves, notes, pairs = [], [], {}, [], pd.DataFrame()
-    controls = {
-        name: runs
-        if isinstance(runs, str)
-        else {(d.name, d.variant): d for one in runs if one.estimate for d in one.estimate.rows}
-        for name, runs in beside.items()
-    }
     for one in ran:
         if one.estimate is None:
             notes.append(f"{one.name} was left out: {one.reason}.")

@@ -15,9 +15,9 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 import depthprobe
 from depthprobe import effective as under_test
-from depthprobe.controls import random_init, random_tokens
+from depthprobe.controls import of_draws, random_init, random_tokens
 from depthprobe.corpus import Corpus, read
-from depthprobe.depth.base import COLUMNS, DepthSettings
+from depthprobe.depth.base import COLUMNS, Depth, DepthSettings
 from depthprobe.depth.dependence import dependence
 from depthprobe.depth.gate import Verdict
 from depthprobe.depth.path_elasticity import path_elasticity
@@ -91,9 +91,17 @@ class TestControls:
         inputs = ids(6, 16, vocab=60)
         anatomy, corpus = opened(tiny(), inputs), corpus_of(inputs)
         held = {(row["control"], row["name"], row["variant"]): row["value"] for row in everything.details["controls"]}
-        twin = random_init(anatomy, corpus, 0)
+        twins = [dependence(random_init(anatomy, corpus, seed), corpus).rows[0] for seed in range(3)]
         other = random_tokens(anatomy.stream.checkpoint, corpus, 0)
-        assert held["random-init", "dependence", ""] == pytest.approx(dependence(twin, corpus).rows[0].value, rel=1e-6)
+        mean = np.mean([row.value for row in twins])
+        assert held["random-init", "dependence", ""] == pytest.approx(mean, rel=1e-6)
+        row = next(
+            row
+            for row in everything.details["controls"]
+            if (row["control"], row["name"], row["variant"]) == ("random-init", "dependence", "")
+        )
+        assert row["ci_low"] == pytest.approx(min(row.ci_low for row in twins), rel=1e-6)
+        assert row["ci_high"] == pytest.approx(max(row.ci_high for row in twins), rel=1e-6)
         assert held["random-tokens", "dependence", ""] == pytest.approx(
             dependence(anatomy, other).rows[0].value, rel=1e-6
         )
@@ -107,6 +115,24 @@ class TestControls:
         assert not torch.equal(twin.lm_head.weight, model.lm_head.weight)
         assert twin.config.n_layer == model.config.n_layer
         assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+    def test_of_several_draws(self) -> None:
+        def held(value: float, low: float, high: float) -> dict[tuple[str, str], Depth]:
+            return {("a", ""): Depth("a", "block", "", value, low, high, 3)}
+
+        made = of_draws([held(1.0, 0.5, 1.2), held(2.0, 1.9, 2.5), held(3.0, 0.9, 3.1)])["a", ""]
+        assert (made.value, made.ci_low, made.ci_high) == (2.0, 0.5, 3.1)
+        assert of_draws([held(1.0, 0.5, 1.2), {}]) == {}
+        assert np.isnan(of_draws([held(1.0, np.nan, np.nan), held(2.0, 1.9, 2.5)])["a", ""].ci_high)
+
+    def test_one_twin_if_asked_for(self) -> None:
+        data = ids(6, 16, vocab=60).numpy()
+        found = effective_depth(tiny(), data, estimators=["dependence"], controls=["random-init"], twins=1)
+        anatomy, corpus = opened(tiny(), ids(6, 16, vocab=60)), corpus_of(ids(6, 16, vocab=60))
+        mine = next(row for row in found.details["controls"] if row["variant"] == "")
+        assert mine["value"] == pytest.approx(dependence(random_init(anatomy, corpus, 0), corpus).rows[0].value)
+        with pytest.raises(UsageError, match="--twins 0"):
+            effective_depth(tiny(), data, twins=0)
 
     def test_random_tokens_keep_shape_and_what_every_sequence_begins_with(self) -> None:
         inputs = ids(5, 400, vocab=60)

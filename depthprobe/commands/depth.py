@@ -30,6 +30,7 @@ from depthprobe.commands.options import (
     batch_number,
     check_figures,
     command_line,
+    memory_bytes,
     preparation,
 )
 
@@ -55,6 +56,7 @@ def depth(
         bool,
         typer.Option(help="Look for phases: clusters of layers, and what a straight line reads from their states."),
     ] = True,
+    twins: Annotated[int, typer.Option(help="Draws of random weights, each of which an estimate must lie above.")] = 3,
     probes: Annotated[int, typer.Option(help="Random vectors from which path_elasticity takes each trace.")] = 2,
     memory: Annotated[float, typer.Option(help="GiB that the states and logits of one batch may take.")] = 2.0,
     out: Out = None,
@@ -108,17 +110,18 @@ def depth(
     from depthprobe.report.screen import show, show_depth
 
     named = None if estimators == "all" else tuple(filter(None, estimators.split(",")))
-    plan = Plan(named, unit, tuple(name for name in control.split(",") if name not in ("", "none")))
+    plan = Plan(named, unit, tuple(name for name in control.split(",") if name not in ("", "none")), twins)
     plan.check()
-    settings = DepthSettings(seed, skip_first, size, int(memory * 2**30), probes)
+    settings = DepthSettings(seed, skip_first, size, memory_bytes(memory), probes)
     settings.check()
     say(f"Loading {checkpoint}")
     model, corpus, anatomy = prepare(checkpoint, data, **given, usual_len=SEQ_LEN)
     units = len(units_of(anatomy, unit))  # before anything is measured
+    part = shortened(corpus, tokens, seq_len or SEQ_LEN)
+    settings.check(part)
     target = out or Path("reports") / model.name
     check_writable(target)
     report = existing_report(model, corpus, anatomy, target, seed)
-    part = shortened(corpus, tokens, seq_len or SEQ_LEN)
     say(effective_cost(part, plan, units))
     with Bar("Estimating", PARTS, "thousandths") as progress:
         found = run_effective(anatomy, part, plan, settings, progress)
