@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from depthprobe.controls import random_init, random_tokens
+from depthprobe.controls import TWINS, of_draws, random_init, random_tokens
 from depthprobe.corpus import Corpus
 from depthprobe.depth.base import DepthSettings
 from depthprobe.depth.gate import COLUMNS as GATE
@@ -282,7 +282,8 @@ def controls(names: Sequence[str]) -> Iterator[Row]:
     for place in sorted(path.parent for path in (DATA / "checkpoints").glob("*/config.json")):
         checkpoint, corpus, anatomy = prepare(place, tokens=16 * 64, device="cpu")
         model = measure(anatomy, corpus, names, DepthSettings())
-        twin = measure(random_init(anatomy, corpus, 0), corpus, names, DepthSettings())
+        draws = (random_init(anatomy, corpus, seed) for seed in range(TWINS))
+        twin = of_draws([measure(draw, corpus, names, DepthSettings()) for draw in draws])
         other = measure(anatomy, random_tokens(checkpoint, corpus, 0), names, DepthSettings())
         for key, d in model.items():
             beside = {"random init": twin[key], "random tokens": other[key]}
