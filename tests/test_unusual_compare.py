@@ -14,7 +14,7 @@ from rich.console import Console
 from test_report_depth import deepened
 
 import depthprobe
-from depthprobe import Comparison
+from depthprobe import Comparison, cli
 from depthprobe.contrast import ratio
 from depthprobe.errors import NonFiniteError, OutputError, UsageError
 from depthprobe.estimate import Interval
@@ -201,6 +201,46 @@ def test_an_open_interval_is_kept_and_shown(tmp_path: Path) -> None:
     assert ", ∞)" in (tmp_path / "open" / "compare.html").read_text()
     assert interval(1.0, math.inf) == "[1.00, ∞)"
     assert interval(math.nan, math.inf) == interval(None, None) == ""
+
+
+# --- what goes together ----------------------------------------------------------------------------------------------
+
+
+def test_depth_in_other_units_or_on_other_texts_is_unfair() -> None:
+    blocks = deepened(passing=(("stages", "3%", 8.0),))
+    halves = replace(
+        blocks, depth=blocks.depth.assign(unit="sublayer"), deep={**blocks.deep, "unit": "sublayer", "sequences": 4}
+    )
+    found = " ".join(depthprobe.compare(blocks, halves).warnings)
+    assert "Depth counted in different units: blocks (sample-12 #1); sublayers (sample-12 #2)." in found
+    assert "Depth estimated on different texts: 16 × 128 (sample-12 #1); 4 × 128 (sample-12 #2)." in found
+    other = replace(blocks, deep={**blocks.deep, "sha256": "cd" * 32, "corpus": "poems"})
+    assert "16 × 128 of poems" in " ".join(depthprobe.compare(blocks, other).warnings)
+    same = " ".join(depthprobe.compare(blocks, blocks, sample()).warnings)
+    assert "Depth" not in same
+
+
+def test_a_comparison_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "compare.json").write_text(depthprobe.compare(sample()).to_json())
+    with pytest.raises(OutputError, match="holds a comparison; expected a report or a checkpoint"):
+        depthprobe.compare(tmp_path)
+    with pytest.raises(OutputError, match="is a comparison; expected a report"):
+        depthprobe.compare(tmp_path / "compare.json")
+
+
+def test_an_interrupted_comparison_says_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("depthprobe.comparison.build.open_run", stop)
+    with pytest.raises(SystemExit) as left:
+        cli.main(["compare", str(keep(json.dumps(document()), tmp_path / "a")), "--out", str(tmp_path / "out")])
+    assert left.value.code == 130
+    said = "depthprobe: interrupted; no comparison was written; reports that were done are kept"
+    assert capsys.readouterr().err.strip() == said
+    assert not (tmp_path / "out").exists()
 
 
 # --- the same run under several names --------------------------------------------------------------------------------

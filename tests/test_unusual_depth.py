@@ -294,6 +294,28 @@ def run(*arguments: object) -> int:
     return int(stop.value.code or 0)
 
 
+@pytest.mark.parametrize("command", ["depth", "ablate", "gradients"])
+@pytest.mark.parametrize("gib", ["nan", "inf", "-1", "0", "1e-12"])
+def test_memory_that_is_none(command: str, gib: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command, "nowhere", "--memory", gib) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.endswith("expected a number of GiB, more than 0")
+    assert len(error.splitlines()) == 1
+
+
+def test_skipping_everything_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny().save_pretrained(tmp_path / "tiny")
+    np.save(tmp_path / "ids.npy", ids())
+    given = ("--data", tmp_path / "ids.npy", "--skip-first", 12, "--out", tmp_path / "out")
+    assert run("depth", tmp_path / "tiny", *given) == 2
+    error = capsys.readouterr().err
+    assert "--skip-first 12 leaves nothing of sequences of 12 tokens" in error
+    assert "measuring" not in error
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_could_not_be_estimated_is_on_the_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     BertModel(BertConfig(**sizes, intermediate_size=32, max_position_embeddings=32)).save_pretrained(tmp_path / "bert")

@@ -30,6 +30,7 @@ from depthprobe.commands.options import (
     batch_number,
     check_figures,
     command_line,
+    memory_bytes,
     preparation,
 )
 from depthprobe.errors import DepthprobeError
@@ -121,7 +122,7 @@ def ablate(
     from depthprobe.progress import Bar, say
     from depthprobe.report.screen import show, show_schedules
 
-    settings = SweepSettings(score_positions, seed, size, int(memory * 2**30))
+    settings = SweepSettings(score_positions, seed, size, memory_bytes(memory))
     settings.check()
     wanted = [parse(text, combine) for text in schedule or []]  # type: ignore[arg-type]
     say(f"Loading {checkpoint}")

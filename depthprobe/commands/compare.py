@@ -25,10 +25,14 @@ from depthprobe.commands.options import (
     check_figures,
     command_line,
 )
-from depthprobe.errors import UsageError
+from depthprobe.errors import DepthprobeError, UsageError
 
 if TYPE_CHECKING:
     from depthprobe.measure import Progress
+
+
+class _InterruptedError(DepthprobeError):
+    exit_code = 130
 
 
 def compare(
@@ -101,11 +105,16 @@ def compare(
 
             return step
 
-        comparison = run(
-            *(runs or ()), groups=groups, data=data, say=say, watch=watch, command=command_line(), tokens=tokens,
-            seq_len=seq_len, bos=bos, text_field=text_field, seed=seed, dtype=dtype, device=device,
-            trust_remote_code=trust_remote_code,
-        )  # fmt: skip
+        try:
+            comparison = run(
+                *(runs or ()), groups=groups, data=data, say=say, watch=watch, command=command_line(), tokens=tokens,
+                seq_len=seq_len, bos=bos, text_field=text_field, seed=seed, dtype=dtype, device=device,
+                trust_remote_code=trust_remote_code,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            raise _InterruptedError(
+                "interrupted; no comparison was written", fix="reports that were done are kept"
+            ) from None
     path = comparison.save(out, figures)  # type: ignore[arg-type]
     show_comparison(comparison, saved=path)
 

@@ -28,6 +28,7 @@ from depthprobe.commands.options import (
     Trust,
     check_figures,
     command_line,
+    memory_bytes,
     preparation,
 )
 from depthprobe.errors import UsageError
@@ -97,7 +98,7 @@ def gradients(
     from depthprobe.report.screen import show
 
     number = seeds if fresh else 0
-    settings = GradientSettings(cotangent, weights, skip_first, seed, number, int(memory * 2**30))  # type: ignore[arg-type]
+    settings = GradientSettings(cotangent, weights, skip_first, seed, number, memory_bytes(memory))  # type: ignore[arg-type]
     settings.check()
     say(f"Loading {checkpoint}")
     model, corpus, anatomy = prepare(checkpoint, data, **given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
@@ -99,6 +100,17 @@ def batch_number(text: str) -> int | None:
     if not text.isdecimal() or int(text) < 1:
         raise UsageError(f"--batch-size {text}", "a positive number, or auto")
     return int(text)
+
+
+def memory_bytes(gib: float) -> int:
+    """The bytes of `--memory`.
+
+    Raises:
+        UsageError: less than one, or no number.
+    """
+    if not (math.isfinite(gib) and gib * 2**30 >= 1):
+        raise UsageError(f"--memory {gib:g}", "a number of GiB, more than 0")
+    return int(gib * 2**30)
 
 
 def check_figures(figures: str) -> None:

@@ -117,6 +117,19 @@ def _changed(run: Run) -> str | None:
     return f"{merging.get('sequences')} × {merging.get('tokens')}{scored}"
 
 
+def _estimated(run: Run) -> str | None:
+    """On what effective depth was estimated, where that is not what all else was measured on by its name and size."""
+    deep = run.report.deep
+    if run.report.depth.empty or not deep.get("sequences"):
+        return None
+    text = "" if deep.get("sha256") == run.report.corpus["sha256"] else f" of {deep.get('corpus')}"
+    return f"{deep['sequences']} × {deep.get('tokens')}{text}"
+
+
+def _counted(run: Run) -> str | None:
+    return None if run.report.depth.empty else f"{run.report.deep.get('unit', 'block')}s"
+
+
 def _sha256(run: Run) -> str:
     return str(run.report.corpus["sha256"])
 
@@ -149,6 +162,8 @@ _FACTS: tuple[tuple[str, Callable[[Run], Any], str], ...] = (
         "Position 0 may have a norm of 100 times the others'.",
     ),
     ("Models changed on different amounts of text", _changed, "Their costs and ρ differ in precision."),
+    ("Depth counted in different units", _counted, "Estimates of it do not compare."),
+    ("Depth estimated on different texts", _estimated, "Estimates differ in precision, or in the text."),
     (
         "Different tokens of training",
         lambda run: f"{run.training.tokens:,}" if run.training.tokens is not None else None,

@@ -119,6 +119,8 @@ def open_run(
         training = _of_source(report)
         return Run(name, text, f"report of {_day(report)}", (Point(report, training),), _seed(training, name))
     folders = _checkpoints(path)
+    if (path / "compare.json").exists() and not folders:
+        raise OutputError(f"{path} holds a comparison", "a report or a checkpoint", _GIVE)
     if path.is_dir() and not folders:
         raise OutputError(f"{path} holds neither a report nor a checkpoint", "report.json or config.json", _GIVE)
     from depthprobe.comparison.analyzed import Analyzer  # takes seconds to import, which saved reports need not

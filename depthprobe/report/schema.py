@@ -173,6 +173,8 @@ class Report:
             document = json.loads(text, parse_constant=no_constant)
         except ValueError as error:
             raise OutputError(f"{source} is not JSON: {error}", fix=_AGAIN) from None
+        if isinstance(document, dict) and document.get("kind") == "comparison":
+            raise OutputError(f"{source} is a comparison", "a report", "give the folders with the reports themselves")
         if not isinstance(document, dict) or "schema_version" not in document:
             raise OutputError(f"{source} is not a depthprobe report", "a field `schema_version`", _AGAIN)
         if document["schema_version"] != SCHEMA_VERSION:
