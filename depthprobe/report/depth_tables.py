@@ -115,7 +115,7 @@ def costs(report: Report) -> list[tuple[str, str, str, str]]:
     found = []
     for one in report.deep.get("estimators", []):
         said = (
-            " ".join(f"{m['does']} {m['misses']}" for m in one["metrics"][:1]) or "The effect of a unit on later ones."
+            " ".join(f"{m['does']} {m['misses']}" for m in one["metrics"]) or "The effect of a unit on later ones."
         )
         if one["forward"] is None:
             passes = f"left out: {one['reason']}"
@@ -167,7 +167,7 @@ def _beside(report: Report, row: Any) -> str:
 def _nearest(report: Report) -> str:
     """Why those did not pass that passed their calibration."""
     gate = [row for row in report.deep.get("gate", []) if not row["passed"]]
-    close = [row for row in gate if "calibrat" not in row["reason"]]
+    close = [row for row in gate if row["reason"].startswith("not above")]
     return "; ".join(f"{label(row)} is {row['reason']}" for row in close[:2])
 
 
