@@ -143,7 +143,9 @@ def shake(model: nn.Module) -> nn.Module:
 
 def analyze(model: Any, data: Any, **options: Any) -> Report:
     """The unmodified run alone, on the CPU."""
-    return depthprobe.analyze(model, data, **{"device": "cpu", "ablations": False, "gradient_tokens": 0, **options})
+    return depthprobe.analyze(
+        model, data, **{"device": "cpu", "ablations": False, "gradient_tokens": 0, "depth_tokens": 0, **options}
+    )
 
 
 def ids(sequences: int, tokens: int, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
