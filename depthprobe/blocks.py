@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from depthprobe.checkpoint import Checkpoint
-from depthprobe.errors import AnatomyError
+from depthprobe.errors import AnatomyError, NonFiniteError
 
 __all__ = ["BlockList", "call_model", "find_blocks", "model_output"]
 
@@ -71,6 +71,7 @@ def find_blocks(checkpoint: Checkpoint, inputs: Tensor) -> BlockList:
             or the order of the stream's axes could not be told.
 
     Raises:
+        NonFiniteError: a block writes what is not a number.
         AnatomyError: there is no such list, or more than one stream, or the stream is changed between blocks.
     """
     model = checkpoint.model
@@ -259,6 +260,10 @@ def _check(
         return f"{name} carries states of shape {tuple(first.shape)} for inputs of shape {tuple(inputs.shape)}"
     for index, (call, following) in enumerate(pairwise(flat)):
         assert call.after is not None
+        if call.after.isnan().any() and torch.allclose(call.after, following.before, 0, 0, equal_nan=True):
+            row, position = call.after.isnan().any(dim=-1).nonzero()[0].tolist()
+            dtype = str(call.after.dtype).removeprefix("torch.")
+            raise NonFiniteError.in_block(index, "block", dtype, row, position)
         if not torch.equal(call.after, following.before):
             return f"the stream of {name} is changed between blocks {index} and {index + 1}"
     if len({(call.slot, call.returns) for call in flat}) > 1:

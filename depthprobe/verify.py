@@ -80,6 +80,7 @@ def open_stream(checkpoint: Checkpoint, inputs: Tensor) -> Anatomy:
 
     Raises:
         AnatomyError: no single residual stream was found.
+        NonFiniteError: a block's or the model's output is not finite.
         VerificationError: running the blocks one by one does not give the model's own output.
     """
     inputs = _unequal(inputs[:4, :64])
@@ -89,6 +90,12 @@ def open_stream(checkpoint: Checkpoint, inputs: Tensor) -> Anatomy:
         entry = stream.enter(inputs)
         _check_finite(stream, entry)
         own = stream.forward(inputs)
+        if not bool(torch.isfinite(own).all()):
+            raise NonFiniteError(
+                f"the output of {checkpoint.architecture} is not finite ({own.dtype})".replace("torch.", ""),
+                "finite values",
+                "the weights of its final norm or head may be damaged; try --dtype float32",
+            )
         again = stream.readout(_last(stream, entry), inputs)
         model = Check(
             "blocks", "the blocks, run one by one, give the model's own output", worst(again, own), limit, "model"

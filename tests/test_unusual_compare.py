@@ -12,6 +12,7 @@ import pytest
 from report_samples import ablated, sample
 from rich.console import Console
 from test_report_depth import deepened
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import depthprobe
 from depthprobe import Comparison, cli
@@ -218,6 +219,21 @@ def test_depth_in_other_units_or_on_other_texts_is_unfair() -> None:
     assert "16 × 128 of poems" in " ".join(depthprobe.compare(blocks, other).warnings)
     same = " ".join(depthprobe.compare(blocks, blocks, sample()).warnings)
     assert "Depth" not in same
+
+
+def test_a_run_that_cannot_be_analyzed_is_named(tmp_path: Path) -> None:
+    sizes = {"n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16, "vocab_size": 20}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    model.transformer.h[1].mlp.c_proj.weight.data *= 1e38
+    model.save_pretrained(tmp_path / "broken")
+    ids = np.arange(32).reshape(4, 8) % 20
+    with pytest.raises(NonFiniteError, match=f"^{tmp_path / 'broken'}: .* not finite"):
+        depthprobe.compare(sample(), tmp_path / "broken", data=ids, reports=tmp_path / "reports")
+
+
+def test_a_group_is_not_called_like_another_run() -> None:
+    with pytest.raises(UsageError, match="group 'sample-12' is called like a run"):
+        depthprobe.compare(sample(), groups={"sample-12": [replace(sample(), model={**sample().model, "name": "b"})]})
 
 
 def test_a_comparison_is_no_run(tmp_path: Path) -> None:

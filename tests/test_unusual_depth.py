@@ -21,7 +21,7 @@ from depthprobe.controls import random_tokens
 from depthprobe.corpus import Corpus
 from depthprobe.depth.base import DepthSettings
 from depthprobe.effective import Effective, Plan, joined, run_effective, with_phases
-from depthprobe.errors import DepthprobeError, NonFiniteError, UsageError
+from depthprobe.errors import NonFiniteError, UsageError
 from depthprobe.lab import LabConfig, LabForCausalLM, LabModel
 from depthprobe.prepare import prepare
 from depthprobe.report import Report, figures
@@ -198,9 +198,14 @@ def test_a_model_that_overflows_is_one_line() -> None:
     model.transformer.h[1].mlp.c_proj.weight.data *= 1e38
     with pytest.raises(NonFiniteError, match="block 2 writes values that are not finite"):
         depthprobe.effective_depth(model, ids())
+    for place in (0, 1, 2):
+        model = tiny()
+        model.transformer.h[place].mlp.c_fc.weight.data[0, 0] = torch.nan
+        with pytest.raises(NonFiniteError, match=f"block {place} writes values that are not finite"):
+            depthprobe.effective_depth(model, ids())
     model = tiny()
-    model.transformer.h[1].mlp.c_fc.weight.data[0, 0] = torch.nan
-    with pytest.raises(DepthprobeError):
+    model.transformer.ln_f.weight.data[0] = torch.nan
+    with pytest.raises(NonFiniteError, match="the output of GPT2LMHeadModel is not finite"):
         depthprobe.effective_depth(model, ids())
 
 

@@ -12,7 +12,7 @@ from depthprobe.comparison.fairness import missing, warnings
 from depthprobe.comparison.levels import levels
 from depthprobe.comparison.lines import ALL_PAIRS, Line, differences, lines_of, same_seeds, table
 from depthprobe.comparison.runs import Run, Spec, Watch, named_apart, open_run
-from depthprobe.errors import UsageError
+from depthprobe.errors import DepthprobeError, UsageError
 from depthprobe.evidence import placement
 from depthprobe.report.compare_schema import Comparison
 from depthprobe.verdict import Case, verdict
@@ -68,7 +68,12 @@ def compare(
         raise UsageError("nothing to compare", "at least one run")
     opened = []
     for spec, group in chosen:
-        run = open_run(spec, data=data, reports=reports, options=options, say=say, watch=watch)
+        try:
+            run = open_run(spec, data=data, reports=reports, options=options, say=say, watch=watch)
+        except DepthprobeError as error:
+            if str(spec) in error.found:
+                raise
+            raise type(error)(f"{spec}: {error.found}", error.expected, error.fix) from error  # which of the runs
         opened.append(Run(run.name, run.source, run.how, run.points, run.seed, group))
     return _compared(named_apart(opened), command)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -74,7 +75,7 @@ def lines_of(runs: Sequence[Run]) -> list[Line]:
     """One line a group and one a run without a group, in the order of their first runs.
 
     Raises:
-        UsageError: the models of a group differ in depth or width, or one stands in it twice.
+        UsageError: the models of a group differ in depth or width, one stands in it twice, or it is called like a run.
     """
     groups: dict[str, list[int]] = {}
     for place, run in enumerate(runs):
@@ -92,6 +93,9 @@ def lines_of(runs: Sequence[Run]) -> list[Line]:
         if len(members) > 1 and len({*prints}) < len(prints) and None not in prints:
             raise UsageError(f"group {members[0].group!r} has the same weights twice", "runs of different seeds")
         lines.append(Line(members[0].group or members[0].name, members, tuple(places)))
+    for name, count in Counter(line.name for line in lines).items():
+        if count > 1:
+            raise UsageError(f"group {name!r} is called like a run that is not in it", "another name")
     return lines
 
 
