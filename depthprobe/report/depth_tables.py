@@ -114,9 +114,7 @@ def costs(report: Report) -> list[tuple[str, str, str, str]]:
     """Name, what it counts and misses, passes, seconds of every estimator."""
     found = []
     for one in report.deep.get("estimators", []):
-        said = (
-            " ".join(f"{m['does']} {m['misses']}" for m in one["metrics"]) or "The effect of a unit on later ones."
-        )
+        said = " ".join(f"{m['does']} {m['misses']}" for m in one["metrics"]) or "The effect of a unit on later ones."
         if one["forward"] is None:
             passes = f"left out: {one['reason']}"
         else:
