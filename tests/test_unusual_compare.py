@@ -90,6 +90,7 @@ def test_a_whole_report_is_read() -> None:
         (("deep", "curves", "stages/stages", "rows", 0, 1), "x", "relative_kl of row 0 of deep.curves.stages/stages"),
         (("phases", "clusters", "ends"), ..., "phases.clusters has no 'ends'"),
         (("phases", "boundaries", 0, "share"), "most", "phases.boundaries[0].share is 'most'"),
+        (("phases", "readable", 0, "ci_low"), {}, "phases.readable[0].ci_low is {}; expected a number"),
         (("phases", "readable"), "none", "phases.readable is 'none'; expected a list"),
         (("phases", "notes"), [None], "phases.notes[0] is null; expected a text"),
         (("depth",), {"rows": []}, "table 'depth'"),

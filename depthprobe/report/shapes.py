@@ -24,7 +24,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Maybe:
-    """A shape; or null or an empty object, which both say that there is none."""
+    """A shape; or null, or of an object an empty one, which both say that there is none."""
 
     shape: Any
 
@@ -151,7 +151,8 @@ def fault(value: Any, shape: Any, where: str) -> tuple[str, str] | None:
     if shape is None:
         return None
     if isinstance(shape, Maybe):
-        return None if value is None or value == {} else fault(value, shape.shape, where)
+        empty = value is None or (value == {} and isinstance(shape.shape, dict))
+        return None if empty else fault(value, shape.shape, where)
     if isinstance(shape, Table):
         return _broken(value, shape, where)
     if isinstance(shape, Kind):
