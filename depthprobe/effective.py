@@ -42,7 +42,8 @@ __all__ = [
 Progress = Callable[[int, int], None]
 PARTS = 1000  # of a run, for the progress
 SEQ_LEN = 128  # more and shorter sequences than elsewhere, since the interval is over them
-QUICK_LEN = 64  # the same of the few tokens that `analyze` has for it
+QUICK_LEN = 32  # the same of the few tokens that `analyze` has for it
+SPREAD = 4  # the text that sequences are taken from is so much longer, so that they are of more documents
 FEW = 32
 
 
@@ -140,7 +141,7 @@ def effective_depth(
         estimators: some of `depth.suite.ESTIMATORS`; all of them by default.
         controls: `random-init`, `random-tokens`, both or none.
         twins: how many draws of random weights.
-        tokens: how many tokens to estimate on.
+        tokens: how many tokens to estimate on, in sequences that are spread over four times as much text.
         seq_len: tokens of a sequence; 128 unless the model takes fewer.
         batch_size: sequences at once, None for what fits.
         seed: of every random draw, and of the twin.
@@ -159,7 +160,7 @@ def effective_depth(
     _, corpus, anatomy = prepare(
         model,
         data,
-        tokens=tokens,
+        tokens=SPREAD * tokens,
         seq_len=seq_len,
         seed=seed,
         bos=bos,
@@ -269,6 +270,7 @@ def _effective(
 ) -> Effective:
     """Put what ran into a table, with the gate's word on every row."""
     rows, gate, curves, notes, pairs = [], [], {}, [], pd.DataFrame()
+    clusters = resampler(corpus, settings).clusters
     for one in ran:
         if one.estimate is None:
             notes.append(f"{one.name} was left out: {one.reason}.")
@@ -278,7 +280,7 @@ def _effective(
                 name: found if isinstance(found, str) else _interval(found.get((d.name, d.variant)))
                 for name, found in controls.items()
             }
-            verdict = judge(d.name, d.variant, Interval(d.value, d.ci_low, d.ci_high), held)
+            verdict = judge(d.name, d.variant, Interval(d.value, d.ci_low, d.ci_high), held, clusters)
             gate.append({"name": d.name, "variant": d.variant, "passed": verdict.passed, "reason": verdict.reason})
             rows.append(
                 (d.name, d.unit, d.variant, d.value, d.ci_low, d.ci_high, d.of, verdict.passed, _note(d.note, verdict))

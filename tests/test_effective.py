@@ -176,7 +176,8 @@ class TestGate:
         """What is asked: the row's interval, and the controls' of the same name and variant."""
         asked = []
 
-        def judge(name, variant, model, controls):  # type: ignore[no-untyped-def]
+        def judge(name, variant, model, controls, clusters):  # type: ignore[no-untyped-def]
+            assert clusters == 6
             asked.append((name, variant, model.value, {key: found.value for key, found in controls.items()}))
             return Verdict(variant == "", "because")
 
@@ -307,3 +308,12 @@ def test_text_is_cut_into_more_and_shorter_sequences() -> None:
     assert read(None, checkpoint.tokenizer, **given, seq_len=64, usual_len=under_test.SEQ_LEN).tokens == 64
     found = effective_depth(path, tokens=512, estimators=["crossing"], controls=[])
     assert (found.details["sequences"], found.details["tokens"]) == (4, 128)
+
+
+def test_sequences_are_spread_over_more_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 sequences are read for the tokens of 16, and every fourth one is taken."""
+    seen: list[Corpus] = []
+    monkeypatch.setattr(under_test, "run_effective", lambda anatomy, corpus, *_: seen.append(corpus))
+    data = torch.arange(64 * 16).reshape(64, 16) % 60
+    effective_depth(tiny(), data.numpy(), tokens=256)
+    assert seen[0].inputs[:, 0].tolist() == [int(data[row, 0]) for row in np.linspace(0, 63, 16).round().astype(int)]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from depthprobe.depth import gate
-from depthprobe.depth.gate import CONTROLS, Static, judge, static_gate
+from depthprobe.depth.gate import CONTROLS, FEWEST, Static, judge, static_gate
 from depthprobe.estimate import Interval
 from depthprobe.lab.checks import JUDGED, VARIANTS, gate_rows, gate_table, read_rows
 
@@ -105,6 +105,14 @@ def test_what_gives_the_known_answers_and_does_not_move(monkeypatch: pytest.Monk
     able = {key for key, row in static_gate().items() if row.table == row.rewrites == "passed"}
     assert able == {("dependence", "first power"), ("path_elasticity", "")}
     assert not judge("depth_score", "", MODEL, BOTH).passed
+
+
+def test_an_interval_over_few() -> None:
+    """Two documents leave a bootstrap almost nothing to vary."""
+    assert judge("good", "", MODEL, BOTH, FEWEST).passed
+    verdict = judge("good", "", MODEL, BOTH, FEWEST - 1)
+    assert not verdict.passed
+    assert "rests on 7 documents or sequences" in verdict.reason
 
 
 def test_the_readme_shows_what_passed() -> None:

@@ -82,7 +82,7 @@ def depth(
     that gave the known answers of networks, rewrites and tasks (data/results/calibration.csv), and that on this model
     lie above the same model with random weights and on random tokens. The rest is shown as diagnostics, with the
     reason. The rows join the model's report as depth.csv. Sequences have 128 tokens unless --seq-len says otherwise:
-    the intervals are over sequences, so more and shorter ones tell more.
+    the intervals are over sequences, so more and shorter ones tell more. They are spread over four times as much text.
 
     Example: `depthprobe depth gpt2 --estimators dependence,elasticity`
     """
@@ -98,6 +98,7 @@ def depth(
     from depthprobe.effective import (
         PARTS,
         SEQ_LEN,
+        SPREAD,
         Plan,
         effective_cost,
         joined,
@@ -115,7 +116,8 @@ def depth(
     settings = DepthSettings(seed, skip_first, size, memory_bytes(memory), probes)
     settings.check()
     say(f"Loading {checkpoint}")
-    model, corpus, anatomy = prepare(checkpoint, data, **given, usual_len=SEQ_LEN)
+    more = given | {"tokens": SPREAD * tokens, "usual_len": SEQ_LEN}
+    model, corpus, anatomy = prepare(checkpoint, data, **more)
     units = len(units_of(anatomy, unit))  # before anything is measured
     part = shortened(corpus, tokens, seq_len or SEQ_LEN)
     settings.check(part)

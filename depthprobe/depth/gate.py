@@ -17,7 +17,7 @@ from importlib import resources
 
 from depthprobe.estimate import Interval
 
-__all__ = ["COLUMNS", "CONTROLS", "PARTS", "Static", "Verdict", "judge", "static_gate"]
+__all__ = ["COLUMNS", "CONTROLS", "FEWEST", "PARTS", "Static", "Verdict", "judge", "static_gate"]
 
 CONTROLS = ("random-init", "random-tokens")
 PARTS = {
@@ -27,6 +27,7 @@ PARTS = {
 }
 COLUMNS = ("name", "variant", *PARTS, "reason")
 PASSED = "passed"
+FEWEST = 8  # documents or sequences: an interval over two or three is no interval
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,9 @@ def static_gate() -> dict[tuple[str, str], Static]:
     return {(row.name, row.variant): row for row in rows}
 
 
-def judge(name: str, variant: str, model: Interval, controls: Mapping[str, Interval | str]) -> Verdict:
+def judge(
+    name: str, variant: str, model: Interval, controls: Mapping[str, Interval | str], clusters: int = FEWEST
+) -> Verdict:
     """Whether an estimator passes the gate on the model at hand. Higher is taken to mean deeper.
 
     Args:
@@ -87,6 +90,7 @@ def judge(name: str, variant: str, model: Interval, controls: Mapping[str, Inter
             empty variant, if the estimator has one.
         model: the estimate, with its interval over sequences.
         controls: the same of each of `CONTROLS`; of one that could not be made, why, as a string.
+        clusters: how many documents, or sequences where there are no documents, the intervals are over.
     """
     rows = static_gate()
     static = rows.get((name, variant)) or rows.get((name, ""))
@@ -98,6 +102,8 @@ def judge(name: str, variant: str, model: Interval, controls: Mapping[str, Inter
         return Verdict(False, "no control was run")
     for missing in (control for control in CONTROLS if control not in controls):
         return Verdict(False, f"the control {missing} was not run")
+    if 1 < clusters < FEWEST:
+        return Verdict(False, f"its interval rests on {clusters} documents or sequences, and {FEWEST} are the least")
     if math.isnan(model.low):
         return Verdict(False, "it has no interval: one sequence says nothing of the others")
     for control, found in controls.items():
