@@ -46,7 +46,7 @@ def run(*arguments: object) -> int:
 def failure(capsys: pytest.CaptureFixture[str], status: int, *arguments: object) -> str:
     """Run, expect a failure, and return its one line."""
     assert run(*arguments) == status
-    progress = ("Loading", "Verified", "Gradients", "Ablations", "About")
+    progress = ("Loading", "Verified", "Gradients", "Effective depth", "Ablations", "About")
     lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith(progress)]
     assert len(lines) == 1, lines
     assert lines[0].startswith("depthprobe: ")
@@ -60,7 +60,7 @@ def test_analyze_writes_what_the_design_names(folder: Path, tmp_path: Path, caps
     assert printed.out.rstrip().endswith(str(out / "report.html"))
     assert "3 blocks" in printed.out
     assert "forward passes" in printed.err
-    tables = {"layers.csv", "pairs.csv", "ablations.csv"}
+    tables = {"layers.csv", "pairs.csv", "ablations.csv", "depth.csv"}
     assert {path.name for path in out.iterdir()} == {"report.html", "report.json", "figures"} | tables
     layers = pd.read_csv(out / "layers.csv")
     assert list(layers.columns) == ["layer", "unit", "metric", "value", "ci_low", "ci_high", "n"]

@@ -136,7 +136,9 @@ class TestAblate:
         assert run("ablate", folder / "tiny", "--data", folder / "ids.npy", "--kinds", "skip", "--out", out) == 0
         assert "measuring first" in capsys.readouterr().err
         for name in ("layers.csv", "pairs.csv"):
-            assert (out / name).read_bytes() == (analyzed / name).read_bytes()
+            theirs = (analyzed / name).read_text().splitlines()
+            # of effective depth, which analyze estimates too
+            assert (out / name).read_text().splitlines() == [row for row in theirs if "update_dependence" not in row]
         assert set(ablations(out)["kind"]) == {"skip"}
         assert sorted(path.name for path in tmp_path.iterdir()) == ["new"]
 

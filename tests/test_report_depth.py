@@ -86,7 +86,7 @@ def said(report: Report) -> str:
 def test_only_what_passes_is_said() -> None:
     report = deepened(passing=(("dependence", "first power", 4.0),))
     assert said(report).startswith(
-        "Of 12 blocks, the estimates that pass the gate count 4.00 [3.50, 4.50] by dependence (first power) "
+        "Of 12 blocks, the estimates that pass the gate count 4.00 [3.50, 4.50] by dependence, first power "
         "(random weights 2.00, random tokens 2.00)."
     )
     assert "participation" not in said(report)
@@ -105,7 +105,7 @@ def test_that_none_passes_is_said_too() -> None:
 
 def test_estimates_that_disagree_are_told_apart() -> None:
     apart = deepened(passing=(("dependence", "", 4.0), ("stages", "3%", 8.0)))
-    assert "dependence and stages (3%) disagree beyond their intervals" in said(apart)
+    assert "dependence and stages, 3% disagree beyond their intervals" in said(apart)
     assert "counts readers in a row" in said(apart)
     assert disagreements(deepened(passing=(("dependence", "", 4.0), ("stages", "3%", 4.6)))) == []
     same = deepened(passing=(("stages", "1%", 8.0), ("stages", "3%", 4.0)))

@@ -150,8 +150,8 @@ def curve_of(report: Report, name: str) -> pd.DataFrame:
 
 
 def label(row: Any) -> str:
-    """`stages (3%)`, or the name alone for the default variant."""
-    return f"{row['name']} ({row['variant']})" if row["variant"] else str(row["name"])
+    """`stages, 3%`, or the name alone for the default variant."""
+    return f"{row['name']}, {row['variant']}" if row["variant"] else str(row["name"])
 
 
 def _beside(report: Report, row: Any) -> str:
