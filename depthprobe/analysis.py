@@ -163,7 +163,8 @@ def build_report(
     blocks = len(anatomy.stream)
     notes = list(measured.notes)
     if resampler.clusters < 32:
-        what = "documents" if resampler.clusters < corpus.sequences else "sequences"
+        what = "document" if resampler.clusters < corpus.sequences else "sequence"
+        what += "s" if resampler.clusters != 1 else ""
         notes.append(f"The intervals rest on {resampler.clusters} {what}; below 32 they tend to be too narrow.")
     documents = None if corpus.documents is None else len(set(corpus.documents.tolist()))
     return Report(

@@ -108,3 +108,11 @@ def test_wrong_usage_is_one_line_before_anything_is_loaded(
     error = capsys.readouterr().err
     assert words in error
     assert len(error.strip().splitlines()) == 1
+
+
+def test_the_report_that_is_made_first_leaves_out_the_same_positions(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "report"
+    options = ("--estimators", "crossing", "--control", "none", "--no-phases", "--skip-first", 3)
+    assert run("depth", folder / "tiny", "--data", folder / "ids.npy", "--out", out, *options) == 0
+    report = Report.load(out)
+    assert report.corpus["skip_first"] == report.deep["skip_first"] == 3

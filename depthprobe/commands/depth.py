@@ -123,7 +123,7 @@ def depth(
     settings.check(part)
     target = out or Path("reports") / model.name
     check_writable(target)
-    report = existing_report(model, corpus, anatomy, target, seed)
+    report = existing_report(model, corpus, anatomy, target, seed, skip_first)
     say(effective_cost(part, plan, units))
     with Bar("Estimating", PARTS, "thousandths") as progress:
         found = run_effective(anatomy, part, plan, settings, progress)

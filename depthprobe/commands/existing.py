@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 __all__ = ["existing_report"]
 
 
-def existing_report(model: Checkpoint, corpus: Corpus, anatomy: Anatomy, target: Path, seed: int) -> Report:
+def existing_report(
+    model: Checkpoint, corpus: Corpus, anatomy: Anatomy, target: Path, seed: int, skip_first: int = 1
+) -> Report:
     """The report of this model in `target`, made now where there is none.
 
     Raises:
@@ -39,7 +41,7 @@ def existing_report(model: Checkpoint, corpus: Corpus, anatomy: Anatomy, target:
                 f"{target} holds a report of a model with another {', '.join(odd)}", fix="choose another --out"
             )
         return report
-    settings = Settings(seed=seed)
+    settings = Settings(skip_first=skip_first, seed=seed)
     say(f"No report in {target} yet: measuring first. {settings.cost(anatomy, corpus)}")
     with Bar("Measuring", corpus.sequences) as progress:
         measured = measure(anatomy, corpus, settings, progress)

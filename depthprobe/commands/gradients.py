@@ -107,7 +107,7 @@ def gradients(
     settings.cotangents(anatomy, corpus)  # before anything is measured
     target = out or Path("reports") / model.name
     check_writable(target)
-    report = existing_report(model, corpus, anatomy, target, seed)
+    report = existing_report(model, corpus, anatomy, target, seed, skip_first)
     say(gradients_cost(corpus, settings))
     with Bar("Differentiating", corpus.sequences * seeds) as progress:
         found = run_gradients(anatomy, corpus, settings, progress)
