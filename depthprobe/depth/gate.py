@@ -117,4 +117,4 @@ def judge(
 
 
 def _words(interval: Interval) -> str:
-    return f"{interval.value:.3g} ({interval.low:.3g} to {interval.high:.3g})"
+    return f"{interval.value:#.3g} ({interval.low:#.3g} to {interval.high:#.3g})"
