@@ -65,7 +65,7 @@ def test_variants() -> None:
         ({}, "no control was run"),
         ({"random-init": BELOW}, "the control random-tokens was not run"),
         (BOTH | {"random-init": "no configuration"}, "random-init could not be made: no configuration"),
-        (BOTH | {"random-tokens": Interval(4.0, 3.4, 4.5)}, "not above random-tokens: 5.00 (4.50 to 5.50) against 4.00 "),
+        (BOTH | {"random-tokens": Interval(4.0, 3.4, 4.5)}, "above random-tokens: 5.00 (4.50 to 5.50) against 4.00 "),
         (BOTH | {"random-tokens": Interval(4.0, 3.4, 4.6)}, "not above random-tokens"),
         (BOTH | {"random-init": Interval(2.0, math.nan, math.nan)}, "random-init has no interval: one sequence"),
         (BOTH | {"other": MODEL}, "not above other"),
