@@ -1,0 +1,265 @@
+"""What the studies of the claims share: rows that outlive a stop, tests over seeds, and sections of the README.
+
+The rules are those of `PREREGISTRATION.md`. Every primary test asks whether the mean over seeds lies in the region that
+a claim predicts: below −log 1.1 where a ratio is to fall, between −log 1.1 and log 1.1 where it is to stay the same. So
+differences and equivalence go through one rule.
+"""
+
+import csv
+import io
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from depthprobe.contrast import over_seeds, smallest_effect
+from depthprobe.criteria import MARGIN
+from depthprobe.errors import OutputError
+from depthprobe.estimate import Interval
+from depthprobe.lab.runlog import errors_of
+from depthprobe.report.tables import number
+
+__all__ = [
+    "LOG_MARGIN",
+    "Primary",
+    "adjusted",
+    "arm",
+    "changed",
+    "collect",
+    "holm",
+    "lies",
+    "markdown",
+    "of_claim",
+    "probability",
+    "ratio",
+    "section",
+    "smallest",
+    "span",
+    "verdict",
+    "verdicts",
+    "write_section",
+]
+
+LOG_MARGIN = math.log(1 + MARGIN)
+LEVEL = 0.05
+Job = tuple[str | int | float, ...]
+Row = Sequence[str | int | float]
+
+
+# Rows
+
+
+def collect(
+    path: Path, columns: Sequence[str], jobs: Sequence[Job], measure: Callable[..., Iterable[Row]],
+    step: Callable[[int, int], None] = lambda done, total: None,
+) -> None:  # fmt: skip
+    """Measure each job that the table does not have, in the order given, and write its rows as soon as it is done.
+
+    The file always holds whole jobs: it is replaced, not appended to. So a run that was stopped goes on where it was,
+    and the table that it ends with is that of a run that was not.
+
+    Args:
+        path: of the csv.
+        columns: the first ones are the job's own values, by which it is recognised.
+        jobs: what to measure.
+        measure: called with a job's values; returns the rest of each of its rows.
+        step: called with (jobs done, in all) after each.
+
+    Raises:
+        OutputError: the file is of another study or cannot be written.
+    """
+    text = ",".join(columns) + "\n"
+    if path.exists():
+        with errors_of(path):
+            text = path.read_text()
+        if not text.endswith("\n") or text.splitlines()[0] != ",".join(columns):
+            raise OutputError(f"{path} is no table with the columns {', '.join(columns)}", fix="move it away")
+    width = len(jobs[0])
+    done = {tuple(row[:width]) for row in csv.reader(text.splitlines()[1:])}
+    with errors_of(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    for count, job in enumerate(jobs, 1):
+        if tuple(map(_text, job)) not in done:
+            buffer = io.StringIO()
+            rows = [[*map(_text, job), *map(_text, row)] for row in measure(*job)]
+            if any(len(row) != len(columns) for row in rows):
+                raise ValueError(f"rows of {len(rows[0])} values for {len(columns)} columns")
+            csv.writer(buffer, lineterminator="\n").writerows(rows)
+            text += buffer.getvalue()
+            temporary = path.with_suffix(".part")
+            with errors_of(path):
+                temporary.write_text(text)
+                os.replace(temporary, path)
+        step(count, len(jobs))
+
+
+def _text(value: str | int | float) -> str:
+    """As it stands in a table: six significant digits, and nothing for what does not exist."""
+    if isinstance(value, float):
+        return "" if math.isnan(value) else f"{value:.6g}"
+    return str(value)
+
+
+def arm(table: pd.DataFrame, **wanted: str | int | float) -> pd.DataFrame:
+    """The rows that have these values."""
+    return table[np.logical_and.reduce([table[name] == value for name, value in wanted.items()])]
+
+
+# Tests over seeds
+
+
+@dataclass(frozen=True)
+class Primary:
+    """A primary test of the preregistration.
+
+    Attributes:
+        claim: its number.
+        sentence: what is measured and what was predicted.
+        values: of the seeds, in logs where it is about a ratio.
+        low, high: between which the mean lies if the prediction holds.
+        logs: whether the values are logs of a ratio.
+    """
+
+    claim: str
+    sentence: str
+    values: tuple[float, ...]
+    low: float
+    high: float
+    logs: bool = True
+
+
+def probability(test: Primary) -> float:
+    """p of the hypothesis that the mean lies outside the predicted region, by Student's t.
+
+    Twice the one-sided p, and of two boundaries the larger one (two one-sided tests, Schuirmann 1987): it is below 0.05
+    just where the 95 % interval lies in the region.
+    """
+    values = np.asarray(test.values, dtype=np.float64)
+    error, mean = values.std(ddof=1) / math.sqrt(len(values)), values.mean()
+    if error == 0:
+        return 0.0 if test.low < mean < test.high else 1.0
+    gap = min(mean - test.low, test.high - mean)
+    return min(1.0, 2 * float(stats.t.sf(gap / error, len(values) - 1)))
+
+
+def holm(probabilities: Sequence[float]) -> list[float]:
+    """Each p as adjusted for all of them, step down (Holm 1979)."""
+    count, before = len(probabilities), 0.0
+    found = [0.0] * count
+    for rank, place in enumerate(np.argsort(probabilities, kind="stable")):
+        before = max(before, min(1.0, (count - rank) * probabilities[place]))
+        found[place] = before
+    return found
+
+
+def verdict(test: Primary, corrected: float) -> str:
+    """The preregistration's word for one test, from its interval and its p after Holm."""
+    if corrected < LEVEL:
+        return "supported"
+    return "contradicted" if lies(over_seeds(test.values), test.low, test.high) == "outside" else "undecided"
+
+
+def of_claim(words: Sequence[str]) -> str:
+    """The word for a claim that makes several predictions: all must hold, and one that does not is enough."""
+    if "contradicted" in words:
+        return "contradicted"
+    return "supported" if {*words} == {"supported"} else "undecided"
+
+
+def lies(interval: Interval, low: float, high: float) -> str:
+    """Whether an interval lies `inside` a region, `outside`, or neither: `undecided`."""
+    if low < interval.low and interval.high < high:
+        return "inside"
+    return "outside" if interval.high < low or interval.low > high else "undecided"
+
+
+def changed(values: Sequence[float]) -> str:
+    """Whether a ratio, given as its log by seed, differs from 1, by its 95 % interval and the margin of 10 %."""
+    words = {"inside": "unchanged", "outside": "changed", "undecided": "undecided"}
+    return words[lies(over_seeds(values), -LOG_MARGIN, LOG_MARGIN)]
+
+
+def smallest(values: Sequence[float]) -> float:
+    """The smallest effect that so many seeds, as far apart as these, show at 80 % power (two-sided, 5 %)."""
+    return smallest_effect(len(values)) * float(np.std(values, ddof=1))
+
+
+def adjusted(tests: Sequence[Primary]) -> list[tuple[Primary, float, str]]:
+    """Each test with its p after Holm over all of them, and its verdict."""
+    corrected = holm([probability(test) for test in tests])
+    return [(test, p, verdict(test, p)) for test, p in zip(tests, corrected, strict=True)]
+
+
+# Words
+
+
+def verdicts(tests: Sequence[Primary]) -> str:
+    """The primary tests of a study, in markdown, each with the verdict on its claim."""
+    found = adjusted(tests)
+    rows = []
+    for test, p, word in found:
+        claim = of_claim([other for each, _, other in found if each.claim == test.claim])
+        value = ratio(test.values) if test.logs else span(over_seeds(test.values))
+        effect = smallest(test.values)
+        least = f"× {number(math.exp(effect))}" if test.logs else number(effect)
+        chance = "< 0.001" if p < 1e-3 else number(p)
+        rows.append([test.claim, f"**{claim}**", test.sentence, value, word, chance, str(len(test.values)), least])
+    head = ["claim", "verdict", "test", "mean [95 % interval over seeds]", "this test", "p after Holm", "seeds",
+            "smallest effect"]  # fmt: skip
+    return markdown(head, rows)
+
+
+def ratio(values: Sequence[float]) -> str:
+    """The geometric mean of a ratio and its interval over seeds, from its logs."""
+    logs = over_seeds(values)
+    return span(Interval(math.exp(logs.value), math.exp(logs.low), math.exp(logs.high)))
+
+
+def span(interval: Interval) -> str:
+    """A value and its interval, as a table has them."""
+    return f"{number(interval.value)} [{number(interval.low)}, {number(interval.high)}]"
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+# Sections of the README
+
+
+def section(readme: str, name: str) -> str:
+    """What stands between the markers of a study.
+
+    Raises:
+        OutputError: the markers are not there.
+    """
+    return _around(readme, name)[1]
+
+
+def write_section(path: Path, name: str, text: str) -> None:
+    """Put a text between the markers of a study; nothing else of the file changes.
+
+    Raises:
+        OutputError: the markers are not there, or the file cannot be written.
+    """
+    with errors_of(path):
+        before, _, after = _around(path.read_text(), name)
+        temporary = path.with_suffix(".part")
+        temporary.write_text(f"{before}{text}{after}")
+        os.replace(temporary, path)
+
+
+def _around(readme: str, name: str) -> tuple[str, str, str]:
+    start, end = f"<!-- {name}: begin -->\n", f"\n<!-- {name}: end -->"
+    before, found, rest = readme.partition(start)
+    text, ended, after = rest.partition(end)
+    if not (found and ended):
+        raise OutputError(f"no section of {name}", f"the lines {start.strip()} and {end.strip()}")
+    return before + start, text, end + after
