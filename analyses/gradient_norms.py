@@ -298,7 +298,7 @@ def sentences(table: pd.DataFrame) -> str:
 - G2: exponent of the gradient at the top over L = {depths}, predicted −½ ± 10 %: {powers["weight"]}
   for the last block's weight, {powers["median"]} for x_L.
 - The four tests with the training text instead: {", ".join(elsewhere)}.
-- Not preregistered: without what comes through position 0, weights' first / last is
+- Not preregistered, added when the above was known: without what comes through position 0, weights' first / last is
   {study.ratio(logs(post, "weight_rest"))} in post-LN and {study.ratio(logs(pre, "weight_rest"))} in pre-LN."""
 
 
@@ -308,7 +308,8 @@ INTRODUCTION = f"""### G1, G2: gradients at initialisation (`{NAME}.py`)
 Width 64, Xavier, {MAIN["blocks"]} blocks, {MAIN["sequences"]} sequences of {TOKENS} bytes. Ratios are geometric means
 over seeds, each an initialisation and a draw of sequences. Holm over these four tests: G4's and the other studies' are
 still to come, so corrected p are preliminary. A claim is supported if both of its tests are, and contradicted if one
-of them is. p is that of a mean outside the predicted region."""
+of them is. p is that of a mean outside the predicted region; the smallest effect is a distance from its boundary,
+before Holm. An interval wider than from 1/1.1 to 1.1 cannot show that nothing changed, wherever it lies."""
 FIGURE = f"![Gradient over depth, in pre-LN, post-LN and branch-norm](figures/{NAME}.png)"
 SECONDARY = """Secondary, with uncorrected intervals, which support nothing: one thing changed at a time. `changed` is
 against 1, with the margin of 10 %. Were all positions alike, position 0 would have a share of 1/64."""
