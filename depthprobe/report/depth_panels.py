@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import FuncFormatter
 
 from depthprobe.report.depth_tables import CONTROLS, SHARES, control_names, curve_of, label
 from depthprobe.report.panels import Panel, Theme, finish
@@ -111,7 +111,7 @@ def _draw_stages(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
     for kappa in (0.01, 0.03, 0.1):
         ax.axhline(kappa, color=theme.ink, linewidth=0.7, linestyle=":")
     ax.set_yscale("log", nonpositive="mask")
-    ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g}%"))
     finish(ax, "KL, of that to the unigram", "sequential stages")
 
 
@@ -162,7 +162,7 @@ def _has(*names: str) -> Callable[[Report], bool]:
 
 DEPTH_PANELS: tuple[Panel, ...] = (
     Panel(
-        "depth", "Effective depth",
+        "depth", "Estimates beside their controls",
         "Filled marks are this model, hollow ones the same model with random weights and on random tokens: an estimate "
         "that is no higher than these says nothing of what was learned.",
         _METRICS, lambda report: not report.depth.empty, ("effective depth",), 5.2, 1, _draw_estimates, _alt,
