@@ -100,6 +100,9 @@ def test_that_none_passes_is_said_too() -> None:
     assert "9.00" not in text
     near = said(deepened(reason="not above random-init: 9 (8 to 10) against 9.5 (9 to 10)"))
     assert "participation is not above random-init" in near
+    told = depth_finding(deepened(reason="not above random-init: 9 (8 to 10) against 9.5 (9 to 10)"))
+    assert told is not None
+    assert "participation is not above random-init" in str(told.short)  # on a terminal too
     assert depth_finding(sample()) is None
 
 

@@ -65,7 +65,8 @@ def depth_finding(report: Report) -> Finding | None:
     if parts.empty:
         near = _nearest(report)
         text = "No estimate of effective depth passes the gate on this model"
-        return Finding("Depth", f"{text}{': ' + near if near else ''}.", _size(report), f"{text}; see the report.")
+        why = f": {near}" if near else ""
+        return Finding("Depth", f"{text}{why}.", _size(report), f"{text}{why or '; see the report'}.")
     said = [f"{with_interval(row)} by {label(row)}{_beside(report, row)}" for _, row in parts.iterrows()]
     text = f"Of {of} {unit}{plural(of)}, the estimates that pass the gate count {_and(said)}."
     more = " ".join([*disagreements(report), _size(report)])
