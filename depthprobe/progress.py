@@ -54,8 +54,9 @@ class Bar:
             if first and done > before and 20 * (done - before) >= total - before:
                 first = False
                 if done < total:
-                    minutes = (time.perf_counter() - started) * (total - before) / (done - before) / 60
-                    say(f"About {minutes:.1f} minutes on this machine, from the first {done} of {total} {self.unit}.")
+                    seconds = (time.perf_counter() - started) * (total - before) / (done - before)
+                    long = f"{seconds / 60:.1f} minutes" if seconds >= 60 else f"{max(1, round(seconds))} s"
+                    say(f"About {long} on this machine, going by the first {done:,} of {total:,} {self.unit}.")
 
         return step
 

@@ -125,7 +125,7 @@ def analyze(
     if depth_tokens:
         part, deep = shortened(corpus, depth_tokens, QUICK_LEN), DepthSettings(seed, skip_first, size)
         say(effective_cost(part, quick(len(anatomy.stream)), len(anatomy.stream)))
-        with Bar("Estimating depth", PARTS, "thousandths") as progress:
+        with Bar("Estimating depth", PARTS, "parts") as progress:
             report = with_effective(report, anatomy, part, deep, progress)
         with Bar("Reading", corpus.sequences) as progress:
             report = with_phases(report, anatomy, corpus, deep, progress)

@@ -78,11 +78,12 @@ def depth(
 ) -> None:
     """Estimate how many of a model's blocks are depth, in several ways, beside controls.
 
-    No single number is right: they count different things, and most fail where the answer is known. Those pass the gate
-    that gave the known answers of networks, rewrites and tasks (data/results/calibration.csv), and that on this model
-    lie above the same model with random weights and on random tokens. The rest is shown as diagnostics, with the
-    reason. The rows join the model's report as depth.csv. Sequences have 128 tokens unless --seq-len says otherwise:
-    the intervals are over sequences, so more and shorter ones tell more. They are spread over four times as much text.
+    No single number is right: they count different things, and most fail where the answer is known. An estimate passes
+    the gate if it was right wherever the answer is known (data/results/calibration.csv), and if here it lies above the
+    same model with random weights and on random tokens. The rest is shown as diagnostics, with the reason. All of them
+    may take thousands of forward passes, most of them for stages: name some to wait less. The rows join the model's
+    report as depth.csv. Sequences have 128 tokens unless --seq-len says otherwise: the intervals are over sequences, so
+    more and shorter ones tell more. They are spread over four times as much text.
 
     Example: `depthprobe depth gpt2 --estimators dependence,elasticity`
     """
@@ -125,7 +126,7 @@ def depth(
     check_writable(target)
     report = existing_report(model, corpus, anatomy, target, seed, skip_first)
     say(effective_cost(part, plan, units))
-    with Bar("Estimating", PARTS, "thousandths") as progress:
+    with Bar("Estimating", PARTS, "parts") as progress:
         found = run_effective(anatomy, part, plan, settings, progress)
     report = joined(report, found)
     if phases:

@@ -36,7 +36,7 @@ Tokens = Annotated[int, typer.Option(help="How many tokens to measure on.", rich
 SeqLen = Annotated[
     int | None,
     typer.Option(
-        help="Tokens of a sequence: 256, or the model's positions if it has fewer.",
+        help="Tokens of a sequence: by default 256 (depth: 128), or the model's positions if it has fewer.",
         show_default=False,
         rich_help_panel=TEXT_PANEL,
     ),
