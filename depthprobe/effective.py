@@ -102,6 +102,10 @@ class Effective:
         """A copy of the table."""
         return self.table.copy()
 
+    def __repr__(self) -> str:
+        passed = int(self.table["passes_gate"].sum())
+        return f"Effective({len(self.table)} estimates, of which {passed} pass the gate)"
+
     def curve(self, name: str) -> pd.DataFrame:
         """A table beside the values, such as `stages/stages` or `dependence/profile`.
 

@@ -422,6 +422,8 @@ def test_reports_that_cannot_be_read_are_named(tmp_path) -> None:
     assert any("No report has" not in note for note in depthprobe.compare(tmp_path / "early.json").notes)
     with pytest.raises(UsageError, match="nothing to compare"):
         depthprobe.compare()
+    with pytest.raises(UsageError, match="a list of runs"):
+        depthprobe.compare([tmp_path / "a", tmp_path / "b"])
 
 
 # --- files ---------------------------------------------------------------------------------------------------------

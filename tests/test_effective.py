@@ -56,6 +56,11 @@ class TestTable:
         assert (whole["of"] == 3).all()
         assert set(table["unit"]) == {"block"}
 
+    def test_it_is_shown_in_one_line(self, everything: under_test.Effective) -> None:
+        passed = int(everything.table["passes_gate"].sum())
+        rows = len(everything.table)
+        assert repr(everything) == f"Effective({rows} estimates, of which {passed} pass the gate)"
+
     def test_a_row_is_what_the_estimator_gives(self, everything: under_test.Effective) -> None:
         inputs = ids(6, 16, vocab=60)
         anatomy, corpus = opened(tiny(), inputs), corpus_of(inputs)

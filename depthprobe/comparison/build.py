@@ -51,10 +51,12 @@ def compare(
         The comparison: tables, warnings, verdict; `save(dir)` writes it.
 
     Raises:
-        UsageError: no run, or a group of models that are not seeds of one.
+        UsageError: no run, a list in place of a run, or a group of models that are not seeds of one.
         OutputError: a report cannot be read, or is of another schema version.
         DepthprobeError: whatever `analyze` refuses.
     """
+    if any(isinstance(spec, list | tuple) for spec in runs):
+        raise UsageError("a list of runs", "each run as an argument of its own, compare(*runs)")
     wanted: dict[Spec, tuple[Spec, str]] = {}
     for name, members in (groups or {}).items():
         if not name or not members:
