@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import pandas as pd
 from torch import nn
 
@@ -29,7 +28,6 @@ __all__ = [
     "default_schedules",
     "default_sweep",
     "run_ablations",
-    "select_sequences",
     "sweep_cost",
 ]
 
@@ -206,10 +204,3 @@ def sweep_cost(anatomy: Anatomy, corpus: Corpus, schedules: list[Schedule]) -> t
         f"{shared / blocks:.0f} forward passes' blocks instead of {plain / blocks:.0f}."
     )
     return shared, text
-
-
-def select_sequences(corpus: Corpus, tokens: int) -> Corpus:
-    """An evenly spread part of a corpus with about so many tokens."""
-    count = max(1, min(corpus.sequences, tokens // corpus.tokens))
-    rows = np.linspace(0, corpus.sequences - 1, count).round().astype(np.int64)
-    return corpus.take(rows)

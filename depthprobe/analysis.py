@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import nn
 
-from depthprobe.ablation import default_sweep, select_sequences
+from depthprobe.ablation import default_sweep
 from depthprobe.anatomy import Block, Branch
 from depthprobe.checkpoint import Checkpoint, load
 from depthprobe.corpus import Corpus
@@ -111,7 +111,7 @@ def analyze(
     options |= {"depth_tokens": depth_tokens}
     report = build_report(checkpoint, corpus, anatomy, measured, settings, options)
     if gradient_tokens:
-        part = select_sequences(corpus, gradient_tokens)
+        part = corpus.spread(gradient_tokens)
         report = with_gradients(report, anatomy, part, GradientSettings(skip_first=skip_first, seed=seed), progress)
     if depth_tokens:
         deep = DepthSettings(seed, skip_first, settings.batch_size)
@@ -120,7 +120,7 @@ def analyze(
     if not ablations:
         return report
     swept = default_sweep(
-        anatomy, select_sequences(corpus, ablation_tokens), seed, report.layers, report.pairs, progress, skip_first
+        anatomy, corpus.spread(ablation_tokens), seed, report.layers, report.pairs, progress, skip_first
     )
     return replace(report, ablations=swept.table, merging=swept.merging)
 

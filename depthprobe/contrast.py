@@ -10,7 +10,17 @@ from scipy import optimize, stats
 
 from depthprobe.estimate import Interval
 
-__all__ = ["between", "difference", "median", "over_seeds", "paired", "ratio", "smallest_effect", "unpaired"]
+__all__ = [
+    "between",
+    "difference",
+    "median",
+    "over_seeds",
+    "paired",
+    "ratio",
+    "same_seeds",
+    "smallest_effect",
+    "unpaired",
+]
 
 NAN = float("nan")
 
@@ -80,6 +90,13 @@ def unpaired(a: Sequence[float], b: Sequence[float]) -> Interval:
     freedom = total**2 / sum(part**2 / (len(values) - 1) for part, values in zip(parts, (first, second), strict=True))
     reach = float(stats.t.ppf(0.975, freedom) * np.sqrt(total))
     return Interval(value, value - reach, value + reach)
+
+
+def same_seeds(first: Sequence[int | None], second: Sequence[int | None]) -> list[int] | None:
+    """Where in `second` each training seed of `first` stands; None unless both have the same seeds, each once."""
+    if any(None in seeds or len({*seeds}) < len(seeds) for seeds in (first, second)) or {*first} != {*second}:
+        return None
+    return [second.index(seed) for seed in first]
 
 
 @cache

@@ -20,7 +20,7 @@ from depthprobe.prepare import prepare
 from depthprobe.probes.base import key_rng
 from depthprobe.verify import Anatomy
 
-__all__ = ["TWINS", "Held", "of_draws", "random_init", "random_tokens", "run_controls"]
+__all__ = ["TWINS", "Held", "draws_of", "of_draws", "random_init", "random_tokens", "run_controls"]
 
 Held = dict[tuple[str, str], Depth]  # (name, variant) → what an estimator says of a control
 TWINS = 3  # a draw of random weights says little of another: twins differ by more than the intervals over sequences
@@ -80,7 +80,7 @@ def run_controls(
         progress: called with the share that is done, 0 to 1.
     """
     settings = settings or DepthSettings()
-    runs, done = sum(twins if control == "random-init" else 1 for control in controls), 0
+    runs, done = sum(draws_of(control, twins) for control in controls), 0
 
     def step(share: float) -> None:
         if progress is not None:
@@ -90,7 +90,7 @@ def run_controls(
     for control in controls:
         draws = []
         try:
-            for seed in range(settings.seed, settings.seed + (twins if control == "random-init" else 1)):
+            for seed in range(settings.seed, settings.seed + draws_of(control, twins)):
                 twin, other = anatomy, corpus
                 if control == "random-init":
                     twin = random_init(anatomy, corpus, seed)
@@ -102,6 +102,11 @@ def run_controls(
         except DepthprobeError as error:
             found[control] = str(error)
     return found
+
+
+def draws_of(control: str, twins: int) -> int:
+    """How many runs a control takes."""
+    return twins if control == "random-init" else 1
 
 
 def of_draws(draws: Sequence[Held]) -> Held:

@@ -57,6 +57,11 @@ class Corpus:
         inputs = self.inputs[rows if isinstance(rows, slice) else torch.from_numpy(rows)]
         return replace(self, inputs=inputs, documents=documents)
 
+    def spread(self, tokens: int) -> Corpus:
+        """An evenly spread part with about so many tokens, at least one sequence."""
+        count = max(1, min(self.sequences, tokens // self.tokens))
+        return self.take(np.linspace(0, self.sequences - 1, count).round().astype(np.int64))
+
     @property
     def is_states(self) -> bool:
         """Whether the sequences are float states instead of token ids."""

@@ -1,4 +1,4 @@
-"""By what each claim is judged: criteria that were fixed before any result, with where they come from.
+"""By what each claim is judged: criteria that are the same for every model, with where they come from.
 
 A criterion is a number that a report has, and a region in which it must lie if the claim holds. An effect of less than
 `MARGIN`, 10 %, counts as none: "falls" means by more than that, "does not change" means by less. A claim that only
@@ -112,7 +112,8 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("N1", "All of this holds for norms in general.", _TRAINING + "models with other norms than LayerNorm"),
 )  # fmt: skip
 
-# The criteria. What they ask was set before any of these numbers was seen.
+# The criteria. They were set before any verdict; analyses of the shipped checkpoints, SmolLM2-135M and MiniLM were known
+# then.
 
 _ADDS = ("pre", "branch", "sandwich", "none")  # placements whose stream is a sum
 _XIONG = "Xiong et al. 2020, theorem 1 and figure 3"

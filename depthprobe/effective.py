@@ -9,14 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import pandas as pd
 from torch import nn
 
 from depthprobe.checkpoint import Checkpoint
-from depthprobe.controls import TWINS, Held, run_controls
+from depthprobe.controls import TWINS, Held, draws_of, run_controls
 from depthprobe.corpus import Corpus
-from depthprobe.depth.base import COLUMNS, DepthSettings, resampler
+from depthprobe.depth.base import COLUMNS, DepthSettings, resampler, units_of
 from depthprobe.depth.gate import CONTROLS, judge, static_gate
 from depthprobe.depth.phases import phases
 from depthprobe.depth.suite import ESTIMATORS, Ran, chosen, run_estimators, weight
@@ -24,6 +23,7 @@ from depthprobe.errors import DepthprobeError, UsageError
 from depthprobe.estimate import Interval, plain_table
 from depthprobe.prepare import prepare
 from depthprobe.report import Report
+from depthprobe.report.words import FEW
 from depthprobe.verify import Anatomy
 
 __all__ = [
@@ -44,7 +44,6 @@ PARTS = 1000  # of a run, for the progress
 SEQ_LEN = 128  # more and shorter sequences than elsewhere, since the interval is over them
 QUICK_LEN = 32  # the same of the few tokens that `analyze` has for it
 SPREAD = 4  # the text that sequences are taken from is so much longer, so that they are of more documents
-FEW = 32
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Plan:
     @property
     def draws(self) -> int:
         """How many further runs the controls take."""
-        return sum(self.twins if control == "random-init" else 1 for control in self.controls)
+        return sum(draws_of(control, self.twins) for control in self.controls)
 
     def check(self) -> None:
         """Refuse what makes no sense before anything is loaded.
@@ -137,7 +136,7 @@ def effective_depth(
     """Estimate how many of a model's units are depth, in several ways, and which of them can be believed.
 
     An estimate passes the gate if its kind gave the known answers of networks and tasks (`analyses/calibration.py`),
-    and if on this model it is above that of the randomly initialised twin and that on random tokens.
+    and if on this model it is above each of its randomly initialised twins and above itself on random tokens.
 
     Args:
         model, data: as in `analyze`.
@@ -148,7 +147,7 @@ def effective_depth(
         tokens: how many tokens to estimate on, in sequences that are spread over four times as much text.
         seq_len: tokens of a sequence; 128 unless the model takes fewer.
         batch_size: sequences at once, None for what fits.
-        seed: of every random draw, and of the twin.
+        seed: of every random draw, and of the first twin.
         skip_first: leading positions that averages over the stream's tokens leave out.
         bos, text_field: as in `analyze`.
         progress: called with (thousandths of a run done, in all).
@@ -181,7 +180,8 @@ def run_effective(
     """Estimate the depth of a verified model, then of its controls; see `effective_depth`."""
     started, names = time.perf_counter(), chosen(plan.estimators)
     counted = [name for name in names if ESTIMATORS[name].metrics]  # the others have no row to compare
-    more = PARTS * plan.draws * weight(counted, 30) / weight(names, 30)
+    units = len(units_of(anatomy, plan.unit))
+    more = PARTS * plan.draws * weight(counted, units) / weight(names, units)
 
     def step(share: float, before: float = 0.0, mine: float = PARTS) -> None:
         if progress is not None:
@@ -246,11 +246,7 @@ def quick(blocks: int) -> Plan:
 
 def shortened(corpus: Corpus, tokens: int, seq_len: int = SEQ_LEN) -> Corpus:
     """The first `seq_len` tokens of evenly spread sequences, about `tokens` in all."""
-    length = min(seq_len, corpus.tokens)
-    count = max(1, min(corpus.sequences, tokens // length))
-    rows = np.linspace(0, corpus.sequences - 1, count).round().astype(np.int64)
-    part = corpus.take(rows)
-    return replace(part, inputs=part.inputs[:, :length])
+    return replace(corpus, inputs=corpus.inputs[:, :seq_len]).spread(tokens)
 
 
 def effective_cost(corpus: Corpus, plan: Plan, units: int) -> str:
@@ -298,7 +294,7 @@ def _effective(
     notes += [f"The control {name} could not be made: {why}." for name, why in controls.items() if isinstance(why, str)]
     if plan.unit == "sublayer":
         notes.append("The gate's calibration counted whole blocks, and no attention and MLP apart.")
-    notes += _rest(corpus, settings)
+    notes += _rest(clusters, corpus.sequences)
     details = {
         "unit": plan.unit,
         "estimators": [_described(one) for one in ran],
@@ -321,11 +317,11 @@ def _effective(
     return Effective(pd.DataFrame(rows, columns=list(COLUMNS)), details, pairs)
 
 
-def _rest(corpus: Corpus, settings: DepthSettings) -> list[str]:
+def _rest(count: int, sequences: int) -> list[str]:
     """On how few the intervals rest, if on few."""
-    if (count := resampler(corpus, settings).clusters) < 2:
+    if count < 2:
         return ["There is one sequence, so that no estimate of effective depth has an interval."]
-    what = f"{count} documents" if count < corpus.sequences else f"{count} sequences"
+    what = f"{count} documents" if count < sequences else f"{count} sequences"
     return [f"The intervals rest on {what}; below {FEW} they tend to be too narrow."] if count < FEW else []
 
 

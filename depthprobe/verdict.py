@@ -1,4 +1,4 @@
-"""What given models say of the claims: each criterion's number against the region that was fixed beforehand."""
+"""What given models say of the claims: each criterion's number against the region of its criterion."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import product
 
 import pandas as pd
 
-from depthprobe.contrast import difference, over_seeds, paired, smallest_effect, unpaired
+from depthprobe.contrast import difference, over_seeds, paired, same_seeds, smallest_effect, unpaired
 from depthprobe.criteria import CLAIMS, CRITERIA, INITIALISATIONS, Claim, Criterion
 from depthprobe.estimate import Interval
 from depthprobe.evidence import placement
@@ -148,8 +148,8 @@ def _pair(criterion: Criterion, pre: Case, post: Case) -> _Row:
     if len(first) == len(second) == 1:
         return _told(name, criterion, difference(first[0], second[0]), "over the sequences of two models")
     values, others = ([each.value for each in side] for side in (first, second))
-    if None not in pre.seeds and {*pre.seeds} == {*post.seeds} and len({*pre.seeds}) == len(values) == len(others):
-        others = [others[post.seeds.index(seed)] for seed in pre.seeds]
+    if (places := same_seeds(pre.seeds, post.seeds)) is not None:
+        others = [others[place] for place in places]
         shown = f"over {len(values)} pairs of seeds, which show effects from {smallest_effect(len(values)):.1f} SD on"
         return _told(name, criterion, paired(values, others), shown)
     effect = smallest_effect(len(values), len(others))

@@ -15,7 +15,7 @@ from scipy import stats
 from torch import Tensor, nn
 
 from depthprobe import Checkpoint
-from depthprobe.ablation import Ablations, ablate, default_schedules, select_sequences
+from depthprobe.ablation import Ablations, ablate, default_schedules
 from depthprobe.ablations.kinds import KINDS, controls
 from depthprobe.ablations.run import Swept
 from depthprobe.ablations.schedule import Schedule, Unit, attention_first, merge, parse, skip, unmodified
@@ -216,11 +216,11 @@ class TestDefaults:
 
     def test_a_part_of_a_corpus_is_spread_evenly(self) -> None:
         whole = Corpus(ids(10, 8), np.arange(10), "", "", "")
-        part = select_sequences(whole, 8 * 4)
+        part = whole.spread(8 * 4)
         assert part.inputs.tolist() == whole.inputs[[0, 3, 6, 9]].tolist()
         assert part.documents.tolist() == [0, 3, 6, 9]
-        assert select_sequences(whole, 10**9).sequences == 10
-        assert select_sequences(whole, 1).sequences == 1
+        assert whole.spread(10**9).sequences == 10
+        assert whole.spread(1).sequences == 1
 
 
 class TestControls:

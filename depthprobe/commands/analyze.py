@@ -90,7 +90,7 @@ def analyze(
     if out is not None:
         check_writable(out)
 
-    from depthprobe.ablation import default_schedules, default_sweep, select_sequences, sweep_cost
+    from depthprobe.ablation import default_schedules, default_sweep, sweep_cost
     from depthprobe.analysis import build_report
     from depthprobe.depth.base import DepthSettings
     from depthprobe.effective import PARTS, QUICK_LEN, effective_cost, quick, shortened, with_effective, with_phases
@@ -118,7 +118,7 @@ def analyze(
     options |= {"depth_tokens": depth_tokens}
     report = build_report(model, corpus, anatomy, measured, settings, options, command_line())
     if gradient_tokens:
-        part, slopes = select_sequences(corpus, gradient_tokens), GradientSettings(skip_first=skip_first, seed=seed)
+        part, slopes = corpus.spread(gradient_tokens), GradientSettings(skip_first=skip_first, seed=seed)
         say(gradients_cost(part, slopes))
         with Bar("Differentiating", part.sequences) as progress:
             report = with_gradients(report, anatomy, part, slopes, progress)
@@ -130,7 +130,7 @@ def analyze(
         with Bar("Reading", corpus.sequences) as progress:
             report = with_phases(report, anatomy, corpus, deep, progress)
     if ablations:
-        part = select_sequences(corpus, ablation_tokens)
+        part = corpus.spread(ablation_tokens)
         total, cost = sweep_cost(
             anatomy, part, default_schedules(len(anatomy.stream), controls=False, post_ln=anatomy.post_ln)
         )

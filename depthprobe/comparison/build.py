@@ -10,8 +10,9 @@ from typing import Any
 
 from depthprobe.comparison.fairness import missing, warnings
 from depthprobe.comparison.levels import levels
-from depthprobe.comparison.lines import ALL_PAIRS, Line, differences, lines_of, same_seeds, table
+from depthprobe.comparison.lines import ALL_PAIRS, Line, differences, lines_of, table
 from depthprobe.comparison.runs import Run, Spec, Watch, named_apart, open_run
+from depthprobe.contrast import same_seeds
 from depthprobe.errors import DepthprobeError, UsageError
 from depthprobe.evidence import placement
 from depthprobe.report.compare_schema import Comparison
@@ -157,7 +158,7 @@ def _grouping(lines: Sequence[Line]) -> list[str]:
     grouped = [line for line in lines if line.grouped]
     for place, a in enumerate(grouped):
         for b in grouped[place + 1 :]:
-            how = "the same training seeds, so that differences are paired" if same_seeds(a, b) else (
+            how = "the same training seeds, so that differences are paired" if same_seeds(a.seeds, b.seeds) else (
                 "different or unknown training seeds, so that they are compared as independent")  # fmt: skip
             notes.append(f"Groups {a.name} and {b.name} have {how}.")
     if len(lines) > ALL_PAIRS:

@@ -14,12 +14,12 @@ from scipy import stats
 from depthprobe.comparison.levels import Level
 from depthprobe.comparison.measures import Key, depth_name, parts
 from depthprobe.comparison.runs import Run
-from depthprobe.contrast import difference, over_seeds, paired, smallest_effect, unpaired
+from depthprobe.contrast import difference, over_seeds, paired, same_seeds, smallest_effect, unpaired
 from depthprobe.errors import UsageError
 from depthprobe.estimate import Interval
 from depthprobe.report.compare_schema import COMPARE_COLUMNS, DIFFERENCE_COLUMNS
 
-__all__ = ["ALL_PAIRS", "Line", "differences", "lines_of", "same_seeds", "table"]
+__all__ = ["ALL_PAIRS", "Line", "differences", "lines_of", "table"]
 
 ALL_PAIRS = 6  # lines of which each is put beside each; of more, each beside the first
 _KEYS = ["relative_depth", "layer", "unit", "metric"]
@@ -43,6 +43,11 @@ class Line:
     def blocks(self) -> int:
         """L of its models."""
         return int(self.runs[0].report.model["blocks"])
+
+    @property
+    def seeds(self) -> list[int | None]:
+        """The training seed of each run, None where it is not known."""
+        return [run.seed for run in self.runs]
 
     @property
     def grouped(self) -> bool:
@@ -136,14 +141,6 @@ def differences(lines: Sequence[Line], levels: Sequence[Level]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(DIFFERENCE_COLUMNS)).astype(DIFFERENCE_COLUMNS)
 
 
-def same_seeds(a: Line, b: Line) -> list[tuple[int, int]] | None:
-    """Places of a's and b's runs of equal training seeds; None unless both have the same seeds, each once."""
-    seeds = [[run.seed for run in line.runs] for line in (a, b)]
-    if any(None in each or len({*each}) < len(each) for each in seeds) or {*seeds[0]} != {*seeds[1]}:
-        return None
-    return [(place, seeds[1].index(seed)) for place, seed in enumerate(seeds[0])]
-
-
 def _row(a: Line, b: Line, key: Key, first: list[Interval], second: list[Interval], level: str) -> tuple[object, ...]:
     metric, unit, where = key
     values = [[each.value for each in side] for side in (first, second)]
@@ -153,9 +150,9 @@ def _row(a: Line, b: Line, key: Key, first: list[Interval], second: list[Interva
     elif not (a.grouped and b.grouped):
         one, seeds = min(len(first), len(second)), max(len(first), len(second))
         found, method = unpaired(*values), f"no interval: {one} run against {seeds} seeds"
-    elif (pairs := same_seeds(a, b)) is not None:
-        found = paired(values[0], [values[1][other] for _, other in pairs])
-        method = f"t over {len(pairs)} pairs of equal seeds, which shows effects from {_sd(len(pairs))} SD on"
+    elif (places := same_seeds(a.seeds, b.seeds)) is not None:
+        found = paired(values[0], [values[1][place] for place in places])
+        method = f"t over {len(places)} pairs of equal seeds, which shows effects from {_sd(len(places))} SD on"
     else:
         found, sizes = unpaired(*values), (len(first), len(second))
         method = f"Welch's t over {sizes[0]} and {sizes[1]} seeds, which shows effects from {_sd(*sizes)} SD on"
