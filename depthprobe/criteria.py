@@ -112,8 +112,8 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("N1", "All of this holds for norms in general.", _TRAINING + "models with other norms than LayerNorm"),
 )  # fmt: skip
 
-# The criteria. They were set before any verdict; analyses of the shipped checkpoints, SmolLM2-135M and MiniLM were known
-# then.
+# The criteria. They were set before any verdict; analyses of the shipped checkpoints, SmolLM2-135M and MiniLM were
+# known then.
 
 _ADDS = ("pre", "branch", "sandwich", "none")  # placements whose stream is a sum
 _XIONG = "Xiong et al. 2020, theorem 1 and figure 3"
