@@ -9,8 +9,11 @@ import csv
 import io
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +25,7 @@ from depthprobe.criteria import MARGIN
 from depthprobe.errors import OutputError
 from depthprobe.estimate import Interval
 from depthprobe.lab.runlog import errors_of
+from depthprobe.lab.search import end_with
 from depthprobe.report.tables import number
 
 __all__ = [
@@ -40,6 +44,7 @@ __all__ = [
     "section",
     "smallest",
     "span",
+    "text_of",
     "verdict",
     "verdicts",
     "write_section",
@@ -56,7 +61,7 @@ Row = Sequence[str | int | float]
 
 def collect(
     path: Path, columns: Sequence[str], jobs: Sequence[Job], measure: Callable[..., Iterable[Row]],
-    step: Callable[[int, int], None] = lambda done, total: None,
+    step: Callable[[int, int], None] = lambda done, total: None, workers: int = 1,
 ) -> None:  # fmt: skip
     """Measure each job that the table does not have, in the order given, and write its rows as soon as it is done.
 
@@ -69,6 +74,7 @@ def collect(
         jobs: what to measure.
         measure: called with a job's values; returns the rest of each of its rows.
         step: called with (jobs done, in all) after each.
+        workers: jobs at a time, each in a process of its own.
 
     Raises:
         OutputError: the file is of another study or cannot be written.
@@ -81,12 +87,14 @@ def collect(
             raise OutputError(f"{path} is no table with the columns {', '.join(columns)}", fix="move it away")
     width = len(jobs[0])
     done = {tuple(row[:width]) for row in csv.reader(text.splitlines()[1:])}
+    todo = [job for job in jobs if tuple(map(text_of, job)) not in done]
     with errors_of(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    for count, job in enumerate(jobs, 1):
-        if tuple(map(_text, job)) not in done:
+    step(len(jobs) - len(todo), len(jobs))
+    with _pool(workers if len(todo) > 1 else 1) as run_all:
+        for count, (job, found) in enumerate(zip(todo, run_all(_Measured(measure), todo), strict=True), 1):
             buffer = io.StringIO()
-            rows = [[*map(_text, job), *map(_text, row)] for row in measure(*job)]
+            rows = [[*map(text_of, job), *map(text_of, row)] for row in found]
             if any(len(row) != len(columns) for row in rows):
                 raise ValueError(f"rows of {len(rows[0])} values for {len(columns)} columns")
             csv.writer(buffer, lineterminator="\n").writerows(rows)
@@ -95,10 +103,33 @@ def collect(
             with errors_of(path):
                 temporary.write_text(text)
                 os.replace(temporary, path)
-        step(count, len(jobs))
+            step(len(jobs) - len(todo) + count, len(jobs))
 
 
-def _text(value: str | int | float) -> str:
+@dataclass(frozen=True)
+class _Measured:
+    """The rows of a job at once, as another process has to return them."""
+
+    measure: Callable[..., Iterable[Row]]
+
+    def __call__(self, job: Job) -> list[Row]:
+        return list(self.measure(*job))
+
+
+@contextmanager
+def _pool(workers: int) -> Iterator[Callable[..., Iterator[list[Row]]]]:
+    """`map`, in this process or over several, which end with this one."""
+    if workers < 2:
+        yield map
+        return
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=end_with, initargs=(os.getpid(),))
+    try:
+        yield pool.map
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def text_of(value: str | int | float) -> str:
     """As it stands in a table: six significant digits, and nothing for what does not exist."""
     if isinstance(value, float):
         return "" if math.isnan(value) else f"{value:.6g}"

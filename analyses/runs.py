@@ -1,0 +1,274 @@
+"""Training runs of the studies: what an arm is, how it is trained, its loss on both halves of the validation text.
+
+A run is told by its values alone (`Run`), and made again by them: on one thread, with everything drawn by its seed. Its
+folder below --work keeps the checkpoints that later measurements take; a run whose folder is gone is made anew.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import study
+import torch
+from torch import Tensor, nn
+
+from depthprobe.checkpoint import load
+from depthprobe.errors import DepthprobeError, OutputError
+from depthprobe.lab import LabConfig, LabForCausalLM, Text, TrainResult, TrainSettings, read_text, train
+from depthprobe.lab.byte_tokens import byte_tokenizer
+from depthprobe.lab.runlog import errors_of
+from depthprobe.progress import Bar
+
+TOKENS, BATCH = 64, 16
+SCORED = 1024  # sequences of each half of the validation text that a loss is taken on
+FAILED = 0.98  # of what the frequencies of the tokens give
+TENTHS = 10
+ARMS = {
+    "pre": {"placement": "pre"},
+    "post": {"placement": "post"},
+    "branch": {"placement": "branch"},
+    "branch-qk": {"placement": "branch", "qk_norm": True},
+    "admin": {"placement": "post", "initialisation": "admin"},
+    "realformer": {"placement": "post", "residual_attention": True},
+    "pre-parallel": {"placement": "pre", "parallel_pairs": "sublayers"},
+    "post-parallel": {"placement": "post", "parallel_pairs": "sublayers"},
+    "post-parallel-norms": {"placement": "post", "parallel_pairs": "blocks"},
+    "pre-rms": {"placement": "pre", "norm": "rmsnorm"},
+    "post-rms": {"placement": "post", "norm": "rmsnorm"},
+    "pre-batch": {"placement": "pre", "norm": "batchnorm", "causal": False},
+    "post-batch": {"placement": "post", "norm": "batchnorm", "causal": False},
+    "pre-instance": {"placement": "pre", "norm": "instancenorm", "causal": False},
+    "post-instance": {"placement": "post", "norm": "instancenorm", "causal": False},
+    "pre-masked": {"placement": "pre", "causal": False},
+    "post-masked": {"placement": "post", "causal": False},
+    "embedding": {"placement": "pre"},  # no block
+}
+OUTCOMES = ("status", "dev", "test", "unigram", "parameters", "tokens", "reason")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One model to train; the columns of a table of runs begin with these.
+
+    Attributes:
+        stage: why: `grid` to choose the learning rate and warm-up, `confirm` to judge, or what a study says.
+        arm: of `ARMS`.
+        blocks, width: of the model.
+        optimizer, lr, warmup, steps: of the trainer.
+        seed: of the weights and the order of the data.
+    """
+
+    stage: str
+    arm: str
+    blocks: int
+    width: int
+    optimizer: str
+    lr: float
+    warmup: int
+    steps: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Of its folder. The stage changes nothing about a run, but for the checkpoints kept."""
+        return "-".join(study.text_of(value) for value in astuple(self)[1:])
+
+
+COLUMNS = (*(field.name for field in fields(Run)), *OUTCOMES)
+
+
+def perform(run: Run, work: Path) -> TrainResult:
+    """Train, on one thread, or read what became of it before. All but those of a grid keep a checkpoint a tenth."""
+    torch.set_num_threads(1)
+    arm = dict(ARMS[run.arm])
+    config = LabConfig(
+        vocab_size=len(byte_tokenizer(masked=arm.get("causal") is False)), max_position_embeddings=TOKENS,
+        hidden_size=run.width, num_hidden_layers=run.blocks, num_attention_heads=heads(run.width), **arm,
+    )  # fmt: skip
+    chooses = run.stage == "grid"
+    tenth = max(1, run.steps // TENTHS)
+    settings = TrainSettings(
+        steps=run.steps, batch_size=BATCH, seq_len=TOKENS, optimizer=run.optimizer, lr=run.lr, warmup=run.warmup,
+        eval_every=run.steps if chooses else tenth, margin=0.0, device="cpu", seed=run.seed,
+        save_at=() if chooses else tuple(range(0, run.steps, tenth)),
+    )  # fmt: skip
+    model = without_blocks(config, run.seed) if run.arm == "embedding" else config
+    home = work / run.name
+    return train(model, settings, home, text(config.causal), resume=(home / "run.json").exists())
+
+
+def heads(width: int) -> int:
+    """Four, or what divides the width of a model that has the parameters of another one."""
+    return next(count for count in (4, 5, 3) if width % count == 0)
+
+
+def without_blocks(config: LabConfig, seed: int) -> nn.Module:
+    """Embeddings, final norm and head: the one block of this model adds nothing, and never will."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = LabForCausalLM(config)
+    for block in model.model.blocks:
+        block.requires_grad_(False)
+        for matrix in (block.attention.output, block.mlp.outer):
+            nn.init.zeros_(matrix.weight)
+    return model
+
+
+@cache
+def text(causal: bool = True) -> Text:
+    """What the lab trains on by default, with the first half of the held-out part for validation: dev."""
+    tokenizer = byte_tokenizer(masked=not causal, positions=TOKENS)
+    whole = read_text(None, tokenizer, seq_len=TOKENS, objective="causal" if causal else "masked")
+    return replace(whole, held_out=whole.held_out[: len(whole.held_out) // 2])
+
+
+@cache
+def halves(causal: bool = True) -> dict[str, tuple[Tensor, Tensor]]:
+    """Ids and labels of dev and test, `[sequences, 64]` each, the same for all runs."""
+    tokenizer = byte_tokenizer(masked=not causal, positions=TOKENS)
+    whole = read_text(None, tokenizer, seq_len=TOKENS, objective="causal" if causal else "masked")
+    half = len(whole.held_out) // 2
+    parts = {"dev": whole.held_out[:half], "test": whole.held_out[half:]}
+    return {
+        name: tuple(x[:SCORED] for x in replace(whole, held_out=part).validation)  # type: ignore[misc]
+        for name, part in parts.items()
+    }
+
+
+@torch.no_grad()
+def loss(model: nn.Module, ids: Tensor, labels: Tensor) -> float:
+    """Mean cross-entropy, nats a predicted token; every sequence has as many."""
+    model.eval()
+    parts = [model(input_ids=i, labels=j).loss for i, j in zip(ids.split(BATCH), labels.split(BATCH), strict=True)]
+    sizes = torch.tensor([len(part) for part in ids.split(BATCH)], dtype=torch.float64)
+    return float((torch.stack(parts).double() * sizes).sum() / sizes.sum())
+
+
+def unigram(causal: bool = True) -> float:
+    """What the frequencies of the training tokens give on dev, nats a predicted token."""
+    labels = halves(causal)["dev"][1]
+    asked = labels[:, 1:] if causal else labels
+    return float(-np.log(text(causal).frequencies[asked[asked >= 0].numpy()]).mean())
+
+
+def outcome(work: Path, *values: str | int | float) -> list[tuple[str | int | float, ...]]:
+    """Make a run; the rest of its row, `OUTCOMES`."""
+    run = Run(*values)  # type: ignore[arg-type]
+    result = perform(run, work)
+    causal = bool(ARMS[run.arm].get("causal", True))
+    dev = test = math.nan
+    if (work / run.name / "config.json").exists():
+        model = model_of(run, work)
+        dev, test = (loss(model, *halves(causal)[half]) for half in ("dev", "test"))
+    alone = unigram(causal)
+    reason = result.reason if result.reason and result.reason.startswith("diverged") else ""
+    if not reason and not (math.isfinite(dev) and dev <= FAILED * alone):
+        reason = "no better than the frequencies of the tokens"
+    row = ("failed" if reason else "done", dev, test, alone, result.parameters, result.tokens, reason)
+    return [row]
+
+
+def model_of(run: Run, work: Path, step: int | None = None) -> nn.Module:
+    """The model of a run that was made, after so many steps or at its end."""
+    home = work / run.name if step is None else work / run.name / f"step-{step}"
+    return load(home, device="cpu", dtype="float32").model.eval()
+
+
+def ensure(run: Run, work: Path) -> Path:
+    """The folder of a run, which is made again where its checkpoints are gone."""
+    if not (work / run.name / "config.json").exists():
+        perform(run, work)
+    return work / run.name
+
+
+# A study's runs
+
+
+def collect(path: Path, jobs: Sequence[Run], options: argparse.Namespace, what: str) -> pd.DataFrame:
+    """Make the runs that the table does not have, some at a time; the table."""
+    with Bar(what, len(jobs), "runs") as step:
+        study.collect(path, COLUMNS, [astuple(job) for job in jobs], Outcome(options.work), step, options.workers)
+    return load_table(path)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`outcome` with its folder, to be sent to another process."""
+
+    work: Path
+
+    def __call__(self, *values: str | int | float) -> list[tuple[str | int | float, ...]]:
+        return outcome(self.work, *values)
+
+
+def load_table(path: Path) -> pd.DataFrame:
+    """A table of runs."""
+    with errors_of(path):
+        table = pd.read_csv(path, keep_default_na=False, na_values={"dev": "", "test": ""})
+    if tuple(table.columns) != COLUMNS:
+        raise OutputError(f"{path} is no table of runs", f"columns {', '.join(COLUMNS)}", "move it away")
+    return table
+
+
+def best(table: pd.DataFrame, **arm: str | int) -> pd.Series:
+    """The run of an arm's grid with the lowest loss on dev.
+
+    Raises:
+        OutputError: none of them learned anything.
+    """
+    rows = study.arm(table, stage="grid", status="done", **arm)
+    if rows.empty:
+        raise OutputError(f"no run of the grid of {arm} learned anything", "at least one that did")
+    return rows.loc[rows["dev"].idxmin()]
+
+
+def again(row: pd.Series, stage: str, seeds: Sequence[int], **other: str | int | float) -> list[Run]:
+    """The setting of a row with other seeds, and what else is to differ."""
+    values = {field.name: row[field.name] for field in fields(Run)} | {"stage": stage} | other
+    for name in ("blocks", "width", "warmup", "steps"):
+        values[name] = int(values[name])
+    return [Run(**values | {"lr": float(values["lr"]), "seed": seed}) for seed in seeds]
+
+
+def runs_of(table: pd.DataFrame) -> list[Run]:
+    """The runs in a table, as they were asked for."""
+    return [again(row, row["stage"], [int(row["seed"])])[0] for _, row in table.iterrows()]
+
+
+def arguments(name: str, description: str) -> argparse.ArgumentParser:
+    """The options that all studies with training have."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=Path(f"data/results/{name}.csv"), help="the table of runs")
+    parser.add_argument("--work", type=Path, default=Path("reports/studies"), help="where checkpoints go")
+    parser.add_argument("--workers", type=int, default=2, help="runs at a time, one thread each (default: %(default)s)")
+    parser.add_argument("--figures", type=Path, default=Path("analyses/figures"), help="where the figure goes")
+    parser.add_argument("--readme", type=Path, default=Path("analyses/README.md"), help="what --write changes")
+    parser.add_argument("--write", action="store_true", help="put the findings into the README")
+    parser.add_argument("--full", action="store_true", help="width 128, 24 blocks, five times the steps")
+    parser.add_argument("--steps", type=int, help="updates of a run, to try the script out")
+    return parser
+
+
+def guarded(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None], argv: list[str] | None) -> int:
+    """Run a study with its options; an error is one line."""
+    options = parser.parse_args(argv)
+    try:
+        run(options)
+    except DepthprobeError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def sized(options: argparse.Namespace, size: Mapping[str, int]) -> dict[str, int]:
+    """Blocks, width and steps as the options want them."""
+    found = dict(size)
+    if options.full:
+        found |= {"blocks": 24, "width": 128, "steps": 5 * size["steps"]}
+    return found | ({"steps": options.steps} if options.steps else {})
