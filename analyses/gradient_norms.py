@@ -280,7 +280,7 @@ def overview(table: pd.DataFrame, alike: int = 0) -> str:
 
 def findings(table: pd.DataFrame) -> str:
     """What goes into the README: the verdicts, then what no verdict rests on."""
-    verdicts, arms = study.verdicts(primary(table)), overview(table, alike=2)
+    verdicts, arms = study.verdicts(study.adjusted(primary(table))), overview(table, alike=2)
     return "\n\n".join([INTRODUCTION, verdicts, FIGURE, SECONDARY, arms, sentences(table), CHANGE])
 
 

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from depthprobe.checkpoint import load
+from depthprobe.contrast import over_seeds
+from depthprobe.criteria import MARGIN
 from depthprobe.errors import DepthprobeError, OutputError
 from depthprobe.lab import LabConfig, LabForCausalLM, Text, TrainResult, TrainSettings, read_text, train
 from depthprobe.lab.byte_tokens import byte_tokenizer
@@ -217,15 +219,17 @@ def load_table(path: Path) -> pd.DataFrame:
 
 
 def best(table: pd.DataFrame, **arm: str | int) -> pd.Series:
-    """The run of an arm's grid with the lowest loss on dev.
+    """The run of an arm's grid that is confirmed."""
+    return lowest(study.arm(table, stage="grid", **arm))
 
-    Raises:
-        OutputError: none of them learned anything.
-    """
-    rows = study.arm(table, stage="grid", status="done", **arm)
+
+def lowest(rows: pd.DataFrame) -> pd.Series:
+    """The run with the lowest loss on dev, a failed one only where all failed; of what has no loss, the first."""
     if rows.empty:
-        raise OutputError(f"no run of the grid of {arm} learned anything", "at least one that did")
-    return rows.loc[rows["dev"].idxmin()]
+        raise OutputError("a grid without runs", "at least one")
+    done = rows[rows["status"] == "done"]
+    losses = (rows if done.empty else done)["dev"].fillna(math.inf)
+    return rows.loc[losses.idxmin()]
 
 
 def again(row: pd.Series, stage: str, seeds: Sequence[int], **other: str | int | float) -> list[Run]:
@@ -241,15 +245,64 @@ def runs_of(table: pd.DataFrame) -> list[Run]:
     return [again(row, row["stage"], [int(row["seed"])])[0] for _, row in table.iterrows()]
 
 
+# From a table of runs
+
+
+def margin(table: pd.DataFrame, reference: pd.DataFrame) -> float:
+    """10 % of what separates the reference arm's loss from that of a model without blocks, nats; not negative."""
+    base = study.arm(table, stage="confirm", arm="embedding")["test"].mean()
+    return max(0.0, MARGIN * float(base - reference["test"].mean()))
+
+
+def compared(
+    claim: str, sentence: str, arm: pd.DataFrame, reference: pd.DataFrame, region: tuple[float, float],
+    fails: bool = False,
+) -> study.Test:  # fmt: skip
+    """The test of an arm's loss minus a reference's, by seed.
+
+    Args:
+        claim, sentence: of the test.
+        arm, reference: confirmation runs of the same seeds.
+        region: in which the mean difference is predicted, nats.
+        fails: whether the claim also predicts that the arm fails.
+    """
+    arm, reference = arm.sort_values("seed"), reference.sort_values("seed")
+    if arm.empty or list(arm["seed"]) != list(reference["seed"]):
+        return study.Unjudged(
+            claim, sentence, f"seeds {list(arm['seed'])} and {list(reference['seed'])}: runs are missing"
+        )
+    failed, spared = (int((rows["status"] == "failed").sum()) for rows in (arm, reference))
+    if failed or spared:
+        if fails:
+            return study.Counted(claim, f"{sentence}, or failures", failed, spared, len(arm))
+        return study.Unjudged(claim, sentence, f"{failed} of {len(arm)} runs failed, and {spared} of {len(arm)}")
+    return study.Primary(
+        claim, sentence, tuple(arm["test"].to_numpy() - reference["test"].to_numpy()), *region, logs=False
+    )
+
+
+def summary(tried: pd.DataFrame, rows: pd.DataFrame) -> list[str]:
+    """Cells on an arm: warm-up, failures in its grid, learning rate, where that lies, loss on test, failures, seeds."""
+    if rows.empty:
+        return ["", f"{(tried['status'] == 'failed').sum()} of {len(tried)}", *[""] * 5]
+    rates, lr = sorted(tried["lr"].unique()), rows["lr"].iloc[0]
+    at = "edge" if lr in (rates[0], rates[-1]) else "inside"
+    done = rows[rows["status"] == "done"]
+    value = study.span(over_seeds(done["test"])) if len(done) else "–"
+    bad = len(rows) - len(done)
+    return [str(rows["warmup"].iloc[0]), f"{(tried['status'] == 'failed').sum()} of {len(tried)}", f"{lr:g}", at, value,
+            f"{bad} of {len(rows)}", str(rows["seed"].nunique())]  # fmt: skip
+
+
+# The command line
+
+
 def arguments(name: str, description: str) -> argparse.ArgumentParser:
     """The options that all studies with training have."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=Path(f"data/results/{name}.csv"), help="the table of runs")
     parser.add_argument("--work", type=Path, default=Path("reports/studies"), help="where checkpoints go")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, one thread each (default: %(default)s)")
-    parser.add_argument("--figures", type=Path, default=Path("analyses/figures"), help="where the figure goes")
-    parser.add_argument("--readme", type=Path, default=Path("analyses/README.md"), help="what --write changes")
-    parser.add_argument("--write", action="store_true", help="put the findings into the README")
     parser.add_argument("--full", action="store_true", help="width 128, 24 blocks, five times the steps")
     parser.add_argument("--steps", type=int, help="updates of a run, to try the script out")
     return parser

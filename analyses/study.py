@@ -30,11 +30,18 @@ from depthprobe.report.tables import number
 
 __all__ = [
     "LOG_MARGIN",
+    "UNJUDGED",
+    "Counted",
     "Primary",
+    "Ruled",
+    "Test",
+    "Unjudged",
+    "Verdict",
     "adjusted",
     "arm",
     "changed",
     "collect",
+    "effect",
     "holm",
     "lies",
     "markdown",
@@ -52,6 +59,7 @@ __all__ = [
 
 LOG_MARGIN = math.log(1 + MARGIN)
 LEVEL = 0.05
+UNJUDGED = "cannot be judged here"
 Job = tuple[str | int | float, ...]
 Row = Sequence[str | int | float]
 
@@ -146,7 +154,7 @@ def arm(table: pd.DataFrame, **wanted: str | int | float) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Primary:
-    """A primary test of the preregistration.
+    """A primary test of the preregistration by a mean over seeds.
 
     Attributes:
         claim: its number.
@@ -154,6 +162,7 @@ class Primary:
         values: of the seeds, in logs where it is about a ratio.
         low, high: between which the mean lies if the prediction holds.
         logs: whether the values are logs of a ratio.
+        against: the region is not what the claim predicts, but what contradicts it.
     """
 
     claim: str
@@ -162,14 +171,77 @@ class Primary:
     low: float
     high: float
     logs: bool = True
+    against: bool = False
 
 
-def probability(test: Primary) -> float:
-    """p of the hypothesis that the mean lies outside the predicted region, by Student's t.
+@dataclass(frozen=True)
+class Ruled:
+    """A verdict by a rule of the preregistration that is no test.
 
-    Twice the one-sided p, and of two boundaries the larger one (two one-sided tests, Schuirmann 1987): it is below 0.05
-    just where the 95 % interval lies in the region.
+    Attributes:
+        claim: its number.
+        sentence: the rule.
+        word: the verdict.
+        found: what was found.
+        seeds: that it rests on.
     """
+
+    claim: str
+    sentence: str
+    word: str
+    found: str
+    seeds: int
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A primary test that failed runs decide: more of one arm than of the other are predicted.
+
+    Attributes:
+        claim: its number.
+        sentence: what is counted and what was predicted.
+        failed: runs of the arm that is to fail that did.
+        spared: runs of the other arm that failed.
+        seeds: runs of each.
+    """
+
+    claim: str
+    sentence: str
+    failed: int
+    spared: int
+    seeds: int
+
+
+@dataclass(frozen=True)
+class Unjudged:
+    """A primary test that could not be made.
+
+    Attributes:
+        claim: its number.
+        sentence: what was to be measured.
+        reason: why it was not.
+    """
+
+    claim: str
+    sentence: str
+    reason: str
+
+
+Test = Primary | Counted | Ruled | Unjudged
+
+
+def probability(test: Test) -> float:
+    """p of the hypothesis that what is predicted is not so.
+
+    By Student's t that the mean lies outside the predicted region: twice the one-sided p, and of two boundaries the
+    larger one (two one-sided tests, Schuirmann 1987), so that it is below 0.05 just where the 95 % interval lies in the
+    region. By Fisher's exact test, two-sided, that failures are as likely in both arms. 1 where nothing was tested.
+    """
+    if isinstance(test, Unjudged | Ruled):
+        return 1.0
+    if isinstance(test, Counted):
+        pair = [[each, test.seeds - each] for each in (test.failed, test.spared)]
+        return float(stats.fisher_exact(pair).pvalue) if test.failed > test.spared else 1.0
     values = np.asarray(test.values, dtype=np.float64)
     error, mean = values.std(ddof=1) / math.sqrt(len(values)), values.mean()
     if error == 0:
@@ -188,18 +260,27 @@ def holm(probabilities: Sequence[float]) -> list[float]:
     return found
 
 
-def verdict(test: Primary, corrected: float) -> str:
+def verdict(test: Test, corrected: float) -> str:
     """The preregistration's word for one test, from its interval and its p after Holm."""
+    if isinstance(test, Unjudged):
+        return UNJUDGED
+    if isinstance(test, Ruled):
+        return test.word
+    if isinstance(test, Primary) and test.against:
+        return "contradicted" if corrected < LEVEL else "undecided"
     if corrected < LEVEL:
         return "supported"
+    if isinstance(test, Counted):
+        return "contradicted" if test.failed == 0 else "undecided"
     return "contradicted" if lies(over_seeds(test.values), test.low, test.high) == "outside" else "undecided"
 
 
 def of_claim(words: Sequence[str]) -> str:
     """The word for a claim that makes several predictions: all must hold, and one that does not is enough."""
-    if "contradicted" in words:
-        return "contradicted"
-    return "supported" if {*words} == {"supported"} else "undecided"
+    for word in ("contradicted", UNJUDGED, "undecided"):
+        if word in words:
+            return word
+    return "supported"
 
 
 def lies(interval: Interval, low: float, high: float) -> str:
@@ -220,29 +301,58 @@ def smallest(values: Sequence[float]) -> float:
     return smallest_effect(len(values)) * float(np.std(values, ddof=1))
 
 
-def adjusted(tests: Sequence[Primary]) -> list[tuple[Primary, float, str]]:
-    """Each test with its p after Holm over all of them, and its verdict."""
-    corrected = holm([probability(test) for test in tests])
-    return [(test, p, verdict(test, p)) for test, p in zip(tests, corrected, strict=True)]
+Verdict = tuple[Test, float, str]
+
+
+def adjusted(tests: Sequence[Test]) -> list[Verdict]:
+    """Each test with its p after Holm over all of them, and its verdict. Verdicts by a rule take no part in Holm."""
+    takes = [not isinstance(test, Ruled) for test in tests]
+    corrected = iter(holm([probability(test) for test, part in zip(tests, takes, strict=True) if part]))
+    every = [(test, next(corrected) if part else 1.0) for test, part in zip(tests, takes, strict=True)]
+    return [(test, p, verdict(test, p)) for test, p in every]
 
 
 # Words
 
 
-def verdicts(tests: Sequence[Primary]) -> str:
+def verdicts(found: Sequence[Verdict]) -> str:
     """The primary tests of a study, in markdown, each with the verdict on its claim."""
-    found = adjusted(tests)
     rows = []
     for test, p, word in found:
         claim = of_claim([other for each, _, other in found if each.claim == test.claim])
-        value = ratio(test.values) if test.logs else span(over_seeds(test.values))
-        effect = smallest(test.values)
-        least = f"× {number(math.exp(effect))}" if test.logs else number(effect)
-        chance = "< 0.001" if p < 1e-3 else number(p)
-        rows.append([test.claim, f"**{claim}**", test.sentence, value, word, chance, str(len(test.values)), least])
+        chance = "–" if isinstance(test, Unjudged | Ruled) else "< 0.001" if p < 1e-3 else number(p)
+        rows.append([test.claim, f"**{claim}**", test.sentence, effect(test), word, chance, *_power(test)])
     head = ["claim", "verdict", "test", "mean [95 % interval over seeds]", "this test", "p after Holm", "seeds",
             "smallest effect"]  # fmt: skip
     return markdown(head, rows)
+
+
+def effect(test: Test) -> str:
+    """What a test found."""
+    if isinstance(test, Unjudged):
+        return test.reason
+    if isinstance(test, Ruled):
+        return test.found
+    if isinstance(test, Counted):
+        return f"{test.failed} of {test.seeds} runs failed, and {test.spared} of {test.seeds}"
+    return ratio(test.values) if test.logs else span(over_seeds(test.values))
+
+
+def _power(test: Test) -> tuple[str, str]:
+    """Seeds, and the smallest effect that they show."""
+    if isinstance(test, Unjudged):
+        return "–", "–"
+    if isinstance(test, Ruled):
+        return str(test.seeds), "–"
+    if isinstance(test, Counted):
+        least = next((n for n in range(test.seeds + 1) if _fisher(n, test.seeds) < LEVEL), None)
+        return str(test.seeds), "none" if least is None else f"{least} failures against 0"
+    least = smallest(test.values)
+    return str(len(test.values)), f"× {number(math.exp(least))}" if test.logs else number(least)
+
+
+def _fisher(failed: int, seeds: int) -> float:
+    return float(stats.fisher_exact([[failed, seeds - failed], [0, seeds]]).pvalue)
 
 
 def ratio(values: Sequence[float]) -> str:

@@ -1,0 +1,162 @@
+"""Does post-LN need warm-up, whatever the optimiser, and is that all that pre-LN is better for? Claims W1 and W2.
+
+    python analyses/warmup.py        # some ninety minutes on two cores; goes on where it was stopped
+
+As fixed in `PREREGISTRATION.md`: pre-LN and post-LN of 12 blocks, AdamW, RAdam and SGD with momentum, three warm-ups
+and five learning rates each with seed 0; then each at its best with and without warm-up, with fresh seeds. Writes a row
+a run to --results; tables, figure and findings are made from these rows alone, and into the README by `findings.py`.
+"""
+
+import argparse
+import math
+import sys
+
+import numpy as np
+import pandas as pd
+import runs
+import study
+from matplotlib.axes import Axes
+from runs import Run
+
+from depthprobe.report.panels import LIGHT
+
+NAME = "warmup"
+PLACEMENTS, OPTIMIZERS = ("pre", "post"), ("adamw", "radam", "sgd")
+RATES = {
+    "adamw": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
+    "radam": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
+    "sgd": (0.03, 0.1, 0.3, 1, 3),
+}
+WARMUPS, SEEDS = (0, 50, 200), (1, 2, 3, 4, 5)
+SIZE = {"blocks": 12, "width": 64, "steps": 600}
+WORDS = {"adamw": "AdamW", "radam": "RAdam", "sgd": "SGD with momentum"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = runs.arguments(NAME, __doc__ or "")
+    return runs.guarded(parser, run, argv)
+
+
+def run(options: argparse.Namespace) -> None:
+    size = runs.sized(options, SIZE)
+    table = runs.collect(options.results, grid(size), options, "Choosing")
+    table = runs.collect(options.results, [*grid(size), *confirmations(table)], options, "Confirming")
+    print(findings(table, study.adjusted(primary(table))))
+
+
+def grid(size: dict[str, int], arms: tuple[str, ...] = PLACEMENTS, optimizers: tuple[str, ...] = OPTIMIZERS,
+         warmups: tuple[int, ...] = WARMUPS) -> list[Run]:  # fmt: skip
+    """The runs that choose, the same for all arms."""
+    steps, scale = size["steps"], size["steps"] / SIZE["steps"]
+    return [
+        Run("grid", arm, size["blocks"], size["width"], optimizer, lr, round(warmup * scale), steps, 0)
+        for optimizer in optimizers
+        for warmup in warmups
+        for lr in RATES[optimizer]
+        for arm in arms
+    ]
+
+
+def confirmations(table: pd.DataFrame) -> list[Run]:
+    """Fresh seeds for each at its best with and without warm-up, and for the baseline."""
+    jobs: list[Run] = []
+    for optimizer in OPTIMIZERS:
+        chosen = [best(table, arm, optimizer, warm) for arm in PLACEMENTS for warm in (False, True)]
+        jobs += [job for seed in SEEDS for row in chosen for job in runs.again(row, "confirm", [seed])]
+        if optimizer == "adamw":
+            base = min(chosen[:2], key=lambda row: row["dev"])
+            jobs += runs.again(base, "confirm", SEEDS, arm="embedding", blocks=1)
+    return jobs
+
+
+def best(table: pd.DataFrame, arm: str, optimizer: str, warm: bool) -> pd.Series:
+    """The point of a grid that is confirmed."""
+    return runs.lowest(with_or_without(study.arm(table, stage="grid", arm=arm, optimizer=optimizer), warm))
+
+
+def with_or_without(rows: pd.DataFrame, warm: bool) -> pd.DataFrame:
+    """Those with warm-up, or those without."""
+    return rows[(rows["warmup"] > 0) == warm]
+
+
+# From the table alone
+
+
+def confirmed(table: pd.DataFrame, arm: str, optimizer: str, warm: bool) -> pd.DataFrame:
+    """The runs that judge, by seed."""
+    rows = study.arm(table, stage="confirm", arm=arm, optimizer=optimizer)
+    return with_or_without(rows, warm).sort_values("seed")
+
+
+def at_best(table: pd.DataFrame, arm: str, optimizer: str = "adamw") -> pd.DataFrame:
+    """The runs that judge, of with and without warm-up whichever was better in the grid."""
+    chosen = runs.best(table, arm=arm, optimizer=optimizer)
+    return confirmed(table, arm, optimizer, warm=bool(chosen["warmup"]))
+
+
+def primary(table: pd.DataFrame) -> list[study.Test]:
+    """The tests of the preregistration."""
+    tests: list[study.Test] = []
+    for optimizer in OPTIMIZERS:
+        for arm in ("post", "pre"):
+            without, warm = (confirmed(table, arm, optimizer, warm) for warm in (False, True))
+            margin = runs.margin(table, warm)
+            region = (margin, math.inf) if arm == "post" else (-margin, margin)
+            predicted = f"above {margin:.3f}" if arm == "post" else f"within ± {margin:.3f}"
+            about = f"{WORDS[optimizer]}, {arm}: loss without warm-up minus with, nats; predicted {predicted}"
+            tests.append(runs.compared("W1", about, without, warm, region, fails=arm == "post"))
+    pre, post = (at_best(table, arm) for arm in PLACEMENTS)
+    margin = runs.margin(table, pre)
+    about = f"AdamW, each at its best learning rate and warm-up: loss pre − post, nats; predicted within ± {margin:.3f}"
+    tests.append(runs.compared("W2", about, pre, post, (-margin, margin)))
+    return tests
+
+
+def overview(table: pd.DataFrame) -> str:
+    """What was chosen and what it came to, in markdown."""
+    head = ["optimiser", "placement", "warm-up", "failed in the grid", "chosen learning rate", "of the grid",
+            "loss on test", "failed", "seeds"]  # fmt: skip
+    lines = []
+    for optimizer in OPTIMIZERS:
+        for arm in PLACEMENTS:
+            for warm in (False, True):
+                tried = with_or_without(study.arm(table, stage="grid", arm=arm, optimizer=optimizer), warm)
+                rows = confirmed(table, arm, optimizer, warm)
+                lines.append([WORDS[optimizer], arm, *runs.summary(tried, rows)])
+    return study.markdown(head, lines)
+
+
+def findings(table: pd.DataFrame, found: list[study.Verdict]) -> str:
+    """What goes into the README."""
+    return "\n\n".join([INTRODUCTION, study.verdicts(found), FIGURE, overview(table), CHANGE])
+
+
+INTRODUCTION = f"""### W1, W2: warm-up (`{NAME}.py`)
+
+12 blocks, width 64, 600 steps. Losses on the test half, nats a byte; each arm is tuned on 5 learning rates × 3 warm-ups
+(0, 50, 200) with seed 0 and judged with seeds 1 to 5, differences paired by seed. The margin is 10 % of what separates
+the arm with warm-up (W2: pre-LN) from a model without blocks. W1 holds only if all six tests do. An arm of which a
+confirmation run failed is judged by the number of failures."""
+FIGURE = f"![Loss over learning rate, with and without warm-up]({'figures/' + NAME}.png)"
+CHANGE = """What would change our mind: longer training, since 600 steps leave post-LN far from its end; a finer grid of
+learning rates; a larger model, where failures set in earlier. A best point at the edge of its grid is marked."""
+
+
+def draw(table: pd.DataFrame, axes: list[Axes]) -> None:
+    """Loss of the grid over the learning rate, a panel an optimiser; crosses are failed runs."""
+    rows = study.arm(table, stage="grid")
+    for ax, optimizer in zip(axes, OPTIMIZERS, strict=True):
+        for arm, colour in zip(PLACEMENTS, LIGHT.lines, strict=False):
+            for warmup, style in zip(sorted(rows["warmup"].unique()), (":", "--", "-"), strict=False):
+                each = study.arm(rows, arm=arm, optimizer=optimizer, warmup=warmup).sort_values("lr")
+                ax.plot(each["lr"], each["dev"], style, color=colour, label=f"{arm}, warm-up {warmup}", linewidth=1.3)
+                bad = each[each["status"] == "failed"]
+                ax.plot(bad["lr"], np.minimum(bad["dev"].fillna(np.inf), each["unigram"].max()), "x", color=colour)
+        ax.set_xscale("log")
+        ax.set_ylabel(f"{WORDS[optimizer]}\nloss on dev, nats")
+    axes[-1].set_xlabel("learning rate (× failed)")
+    axes[0].legend(fontsize="small", ncols=2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
