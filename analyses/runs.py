@@ -7,7 +7,8 @@ folder below --work keeps the checkpoints that later measurements take; a run wh
 import argparse
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ import pandas as pd
 import study
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from depthprobe.checkpoint import load
 from depthprobe.contrast import over_seeds
@@ -50,6 +52,7 @@ ARMS = {
     "pre-masked": {"placement": "pre", "causal": False},
     "post-masked": {"placement": "post", "causal": False},
     "embedding": {"placement": "pre"},  # no block
+    "post-equal": {"placement": "post"},  # the gradient of every block is scaled to the same norm at every step
 }
 OUTCOMES = ("status", "dev", "test", "unigram", "parameters", "tokens", "reason")
 
@@ -93,16 +96,16 @@ def perform(run: Run, work: Path) -> TrainResult:
         vocab_size=len(byte_tokenizer(masked=arm.get("causal") is False)), max_position_embeddings=TOKENS,
         hidden_size=run.width, num_hidden_layers=run.blocks, num_attention_heads=heads(run.width), **arm,
     )  # fmt: skip
-    chooses = run.stage == "grid"
     tenth = max(1, run.steps // TENTHS)
+    saved = {"grid": (), "updates": tuple(range(min(run.steps, 11)))}.get(run.stage, tuple(range(0, run.steps, tenth)))
     settings = TrainSettings(
         steps=run.steps, batch_size=BATCH, seq_len=TOKENS, optimizer=run.optimizer, lr=run.lr, warmup=run.warmup,
-        eval_every=run.steps if chooses else tenth, margin=0.0, device="cpu", seed=run.seed,
-        save_at=() if chooses else tuple(range(0, run.steps, tenth)),
+        eval_every=run.steps if run.stage == "grid" else tenth, margin=0.0, device="cpu", seed=run.seed, save_at=saved,
     )  # fmt: skip
-    model = without_blocks(config, run.seed) if run.arm == "embedding" else config
     home = work / run.name
-    return train(model, settings, home, text(config.causal), resume=(home / "run.json").exists())
+    resume = (home / "run.json").exists()
+    with changed(config, run) as model:
+        return train(model, settings, home, text(config.causal), resume=resume)
 
 
 def heads(width: int) -> int:
@@ -110,16 +113,37 @@ def heads(width: int) -> int:
     return next(count for count in (4, 5, 3) if width % count == 0)
 
 
-def without_blocks(config: LabConfig, seed: int) -> nn.Module:
-    """Embeddings, final norm and head: the one block of this model adds nothing, and never will."""
+@contextmanager
+def changed(config: LabConfig, run: Run) -> Iterator[LabConfig | nn.Module]:
+    """What is trained: a model of the configuration, or one that something is done to."""
+    if run.arm not in ("embedding", "post-equal"):
+        yield config
+        return
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
+        torch.manual_seed(run.seed)
         model = LabForCausalLM(config)
-    for block in model.model.blocks:
+    if run.arm == "post-equal":
+        hook = register_optimizer_step_pre_hook(lambda *_: equalise(model))
+        try:
+            yield model
+        finally:
+            hook.remove()
+        return
+    for block in model.model.blocks:  # it adds nothing, and never will
         block.requires_grad_(False)
         for matrix in (block.attention.output, block.mlp.outer):
             nn.init.zeros_(matrix.weight)
-    return model
+    yield model
+
+
+@torch.no_grad()
+def equalise(model: nn.Module) -> None:
+    """Scale the gradient of every block to their root mean square norm."""
+    parts = [[weight.grad for weight in block.parameters()] for block in model.model.blocks]
+    sizes = torch.stack([torch.linalg.vector_norm(torch.stack([part.norm() for part in block])) for block in parts])
+    for block, size in zip(parts, sizes, strict=True):
+        for part in block:
+            part *= sizes.square().mean().sqrt() / size.clamp_min(1e-30)
 
 
 @cache

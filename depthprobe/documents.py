@@ -49,7 +49,12 @@ def existing(data: str | Path) -> Path:
         CorpusError: it is not.
     """
     path = Path(data)
-    if not path.exists():
+    try:
+        there = path.exists()
+    except OSError as error:  # longer than a name may be
+        what = f"{len(str(data)):,} characters that begin with {str(data)[:40]!r}"
+        raise CorpusError(f"{what} are no path", "the path of a file", "pass texts as a list: [text]") from error
+    if not there:
         raise CorpusError(f"no such file: {path}", fix="check the path; a Hugging Face dataset is hf:NAME[:SPLIT]")
     return path
 

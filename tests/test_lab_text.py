@@ -231,6 +231,7 @@ def test_long_rows_are_cut_into_sequences() -> None:
         (np.zeros((4, 32), dtype=int), None, {}, ["sequences of 32", "--seq-len 32"]),
         (np.zeros((1, 64), dtype=int), None, {}, ["one sequence"]),
         ("no/such/file.txt", BYTES, {}, ["no such file"]),
+        ("a text and no path. " * 200, BYTES, {}, ["4,000 characters", "are no path", "[text]"]),
     ],
 )
 def test_refused_in_one_line(data: Any, tokenizer: Any, options: dict[str, Any], words: list[str]) -> None:

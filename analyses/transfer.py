@@ -1,0 +1,198 @@
+"""Does post-LN fine-tune better than pre-LN from the same pretraining loss? Claim P2.
+
+    python analyses/transfer.py        # some ten minutes on two cores, after pre_vs_post.py
+
+As fixed in `PREREGISTRATION.md`: for each seed of `pre_vs_post.py`'s 12 blocks, the level is the higher of both arms'
+final losses on dev; of each arm the saved checkpoint nearest to it is fine-tuned on other text for 200 steps at three
+learning rates. Writes a row a fine-tuning to --results. No model was trained on that text before.
+"""
+
+import argparse
+import json
+import math
+import sys
+from functools import cache, partial
+from pathlib import Path
+
+import pandas as pd
+import pre_vs_post
+import runs
+import study
+import torch
+from matplotlib.axes import Axes
+from runs import Run
+
+from depthprobe.contrast import over_seeds
+from depthprobe.documents import manual_topics
+from depthprobe.lab import Text, TrainSettings, read_text, train
+from depthprobe.lab.byte_tokens import byte_tokenizer
+from depthprobe.progress import Bar
+from depthprobe.report.panels import LIGHT
+from depthprobe.report.tables import number
+
+NAME = "transfer"
+RATES, STEPS, EVERY = (1e-4, 3e-4, 1e-3), 200, 4
+COLUMNS = (
+    "arm", "seed", "lr",
+    "step",  # of pretraining, that the fine-tuning began from
+    "level", "pretrained",  # the loss on dev that was aimed at, and that of the checkpoint, as the training log has it
+    "before", "dev", "test",  # of the new text: test before, dev and test after fine-tuning
+)  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = runs.arguments(NAME, __doc__ or "")
+    parser.add_argument("--runs", type=Path, default=Path("data/results/pre_vs_post.csv"), help="the pretrained models")
+    return runs.guarded(parser, run, argv)
+
+
+def run(options: argparse.Namespace) -> None:
+    models = pretrained(runs.load_table(options.runs))
+    jobs = [(*key, lr) for key in models for lr in RATES]
+    with Bar("Fine-tuning", len(jobs), "runs") as step:
+        measure = partial(fine_tune, models, options.work)
+        study.collect(options.results, COLUMNS, jobs, measure, step, options.workers)
+    table = pd.read_csv(options.results)
+    print(findings(table, study.adjusted(primary(table))))
+
+
+def pretrained(table: pd.DataFrame) -> dict[tuple[str, int], Run]:
+    """The confirmed models of `pre_vs_post.py` with the most blocks, and those without blocks, by arm and seed."""
+    confirmed = study.arm(table, stage="confirm")
+    deep = confirmed[confirmed["blocks"].isin([confirmed["blocks"].max()]) | (confirmed["arm"] == "embedding")]
+    return {(job.arm, job.seed): job for job in runs.runs_of(deep)}
+
+
+# Measuring
+
+
+def fine_tune(
+    models: dict[tuple[str, int], Run], work: Path, arm: str, seed: int, lr: float
+) -> list[tuple[int | float, ...]]:
+    """The row of one fine-tuning, from `step` on."""
+    torch.set_num_threads(1)
+    job = models[arm, seed]
+    curves = {each: losses(runs.ensure(models[each, seed], work)) for each in (*pre_vs_post.PLACEMENTS, arm)}
+    level = max(min(curves[each].values()) for each in pre_vs_post.PLACEMENTS)
+    if arm == "embedding":  # has no such loss: its last checkpoint
+        step = max(curves[arm])
+    else:
+        step = nearest(curves[arm], level)
+    last = step == job.steps
+    source = work / job.name if last else work / job.name / f"step-{step}"
+    model = runs.model_of(job, work, None if last else step)
+    if arm == "embedding":
+        for block in model.model.blocks:
+            block.requires_grad_(False)
+    parts = topics()
+    before = runs.loss(model, *parts["test"])
+    settings = TrainSettings(
+        steps=STEPS, batch_size=runs.BATCH, seq_len=runs.TOKENS, lr=lr, warmup=STEPS // 10, eval_every=STEPS,
+        eval_tokens=runs.TOKENS, margin=0.0, device="cpu", seed=seed,
+    )  # fmt: skip
+    home = work / f"{NAME}-{job.name}-{source.name}-{lr:g}"
+    train(model, settings, home, text(), resume=(home / "run.json").exists())
+    after = runs.load(home, device="cpu", dtype="float32").model
+    return [(step, level, curves[arm][step], before, *(runs.loss(after, *parts[half]) for half in ("dev", "test")))]
+
+
+def losses(home: Path) -> dict[int, float]:
+    """The loss on dev at every step where a checkpoint was saved, but the first."""
+    rows = [json.loads(line) for line in (home / "log.jsonl").read_text().splitlines()]
+    return {row["step"]: row["val_loss"] for row in rows if row["step"] and row["val_loss"] is not None}
+
+
+def nearest(curve: dict[int, float], level: float) -> int:
+    """The step whose loss is nearest to a level."""
+    return min(curve, key=lambda step: abs(curve[step] - level))
+
+
+@cache
+def split() -> tuple[list[str], list[str]]:
+    """The manual's topics that no model was trained on: those to fine-tune on, and every fourth, which is held out."""
+    every = list(manual_topics("analysis"))
+    return [each for place, each in enumerate(every) if place % EVERY], every[::EVERY]
+
+
+def joined(parts: list[str]) -> Text:
+    """Some topics as a text to train on, one after another."""
+    return read_text(["\n\n".join(parts)], byte_tokenizer(positions=runs.TOKENS), seq_len=runs.TOKENS)
+
+
+@cache
+def text() -> Text:
+    """What is fine-tuned on; its own held-out tail is not used."""
+    return joined(split()[0])
+
+
+@cache
+def topics() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Ids and labels of the held-out topics, `[sequences, 64]`: their first half, dev, and their second, test."""
+    held = joined(split()[1])
+    ids = torch.from_numpy(held.stream[: len(held.stream) // runs.TOKENS * runs.TOKENS].astype("int64"))
+    rows = ids.view(-1, runs.TOKENS)
+    half = len(rows) // 2
+    return {"dev": (rows[:half], rows[:half]), "test": (rows[half:], rows[half:])}
+
+
+# From the table alone
+
+
+def chosen(table: pd.DataFrame, arm: str) -> pd.DataFrame:
+    """The runs of an arm at the learning rate with the lowest mean loss on dev, by seed."""
+    rows = study.arm(table, arm=arm)
+    return study.arm(rows, lr=rows.groupby("lr")["dev"].mean().idxmin()).sort_values("seed")
+
+
+def primary(table: pd.DataFrame) -> list[study.Test]:
+    """The test of the preregistration."""
+    pre, post, base = (chosen(table, arm) for arm in ("pre", "post", "embedding"))
+    margin = max(0.0, runs.MARGIN * float(base["test"].mean() - pre["test"].mean()))
+    about = f"loss on new text after fine-tuning, post − pre at equal loss before, nats; predicted below −{margin:.3f}"
+    values = tuple(post["test"].to_numpy() - pre["test"].to_numpy())
+    return [study.Primary("P2", about, values, -math.inf, -margin, logs=False)]
+
+
+def overview(table: pd.DataFrame) -> str:
+    """Every arm and learning rate, in markdown."""
+    head = ["arm", "learning rate", "chosen", "pretraining loss, less the level", "new text before", "new text after",
+            "seeds"]  # fmt: skip
+    lines = []
+    for (arm, lr), rows in table.groupby(["arm", "lr"], sort=False):
+        best = "yes" if chosen(table, arm)["lr"].iloc[0] == lr else ""
+        off = number(float((rows["pretrained"] - rows["level"]).mean())) if arm != "embedding" else "–"
+        spans = [study.span(over_seeds(rows[name].to_numpy())) for name in ("before", "test")]
+        lines.append([arm, f"{lr:g}", best, off, *spans, str(len(rows))])
+    return study.markdown(head, lines)
+
+
+def findings(table: pd.DataFrame, found: list[study.Verdict]) -> str:
+    """What goes into the README."""
+    return "\n\n".join([INTRODUCTION, study.verdicts(found), FIGURE, overview(table), CHANGE])
+
+
+INTRODUCTION = f"""### P2: fine-tuning from equal loss (`{NAME}.py`)
+
+12 blocks, width 64. Each seed's level is the higher of both arms' final losses on dev in `pre_vs_post.py`; each arm
+starts from its checkpoint nearest to it, {STEPS} steps on English that no model had seen. Losses on its test half,
+nats a byte, paired by seed; the margin is 10 % of what separates pre-LN from a model without blocks, fine-tuned
+likewise."""
+FIGURE = f"![Loss on the new text by learning rate](figures/{NAME}.png)"
+CHANGE = """What would change our mind: a fine-tuning task that is no language modelling, or models of a size at which
+fine-tuning is done. Pretraining loss is matched to the nearest checkpoint; how far off it was is in the table."""
+
+
+def draw(table: pd.DataFrame, axes: list[Axes]) -> None:
+    """Loss after fine-tuning over the learning rate, a line a seed."""
+    for arm, colour in zip(pre_vs_post.PLACEMENTS, LIGHT.lines, strict=False):
+        wide = study.arm(table, arm=arm).pivot(index="lr", columns="seed", values="test")
+        axes[0].plot(wide.index, wide, color=colour, alpha=0.4, linewidth=0.8)
+        axes[0].plot(wide.index, wide.mean(axis=1), "o-", color=colour, linewidth=2, label=arm)
+    axes[0].set_xscale("log")
+    axes[0].set_xlabel("learning rate of the fine-tuning")
+    axes[0].set_ylabel("loss on new text, nats a byte")
+    axes[0].legend()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

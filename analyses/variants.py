@@ -1,0 +1,247 @@
+"""Do other initialisations, other attention and other norms change the picture? Claims S1 and N1.
+
+    python analyses/variants.py        # some forty minutes on two cores, after warmup.py
+
+As fixed in `PREREGISTRATION.md`. S1: Admin's initialisation and RealFormer's residual attention on post-LN, tuned as
+the AdamW arms of `warmup.py`, whose pre-LN runs they are compared with. N1: the criteria of R1, R2 and M1 on pre-LN
+models with RMSNorm, and bidirectional ones with LayerNorm, BatchNorm and InstanceNorm; gradient ratios at
+initialisation. Writes a row a run to --results, and what was measured for N1 to data/results/variants_norms.csv.
+"""
+
+import argparse
+import math
+import sys
+from pathlib import Path
+
+import gradient_norms
+import numpy as np
+import pandas as pd
+import runs
+import study
+import torch
+import warmup
+from matplotlib.axes import Axes
+from runs import Run
+
+from depthprobe.analysis import analyze
+from depthprobe.contrast import over_seeds
+from depthprobe.criteria import CRITERIA, Criterion
+from depthprobe.lab import LabConfig, LabForCausalLM, LabForMaskedLM
+from depthprobe.lab.byte_tokens import byte_tokenizer
+from depthprobe.report.panels import LIGHT
+
+NAME = "variants"
+TUNED, SEEDS, INITIAL_SEEDS, METRIC_TOKENS = ("admin", "realformer"), (1, 2, 3, 4, 5), 10, 4096
+NORMS = {  # of what a norm's verdicts are compared with
+    "rms": "", "batch": "masked", "instance": "masked",
+}  # fmt: skip
+NORM_FILE = "variants_norms.csv"
+COLUMNS = ("arm", "seed", "claim", "criterion", "value")
+WORDS = {
+    "": "LayerNorm", "rms": "RMSNorm", "masked": "LayerNorm, bidirectional", "batch": "BatchNorm, bidirectional",
+    "instance": "InstanceNorm, bidirectional",
+}  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = runs.arguments(NAME, __doc__ or "")
+    parser.add_argument("--beside", type=Path, default=Path("data/results/warmup.csv"), help="the table of warmup.py")
+    return runs.guarded(parser, run, argv)
+
+
+def run(options: argparse.Namespace) -> None:
+    beside = runs.load_table(options.beside)
+    jobs = warmup.grid(runs.sized(options, warmup.SIZE), TUNED, ("adamw",))
+    table = runs.collect(options.results, jobs, options, "Choosing")
+    jobs += [job for seed in SEEDS for arm in TUNED for job in runs.again(runs.best(table, arm=arm), "confirm", [seed])]
+    chosen = runs.best(beside, arm="pre", optimizer="adamw")
+    trained = [job for suffix in WORDS if suffix for job in runs.again(chosen, "norm", SEEDS, arm=f"pre-{suffix}")]
+    table = runs.collect(options.results, [*jobs, *trained], options, "Confirming")
+    models = [*runs.again(chosen, "confirm", SEEDS), *trained]
+    by_key = {(job.arm, job.seed): job for job in models}
+    path = options.results.with_name(NORM_FILE)
+    study.collect(path, COLUMNS, list(by_key), lambda *key: judged(by_key[key], options.work))
+    initial = [
+        (f"{arm}{'-' if suffix else ''}{suffix}", 100 + seed)
+        for suffix in WORDS for arm in ("pre", "post") for seed in range(INITIAL_SEEDS)
+    ]  # fmt: skip
+    study.collect(path, COLUMNS, initial, lambda arm, seed: gradients(arm, seed - 100))
+    norms = load_norms(path)
+    print(findings(table, beside, norms, study.adjusted(primary(table, beside, norms))))
+
+
+# Measuring
+
+
+def criteria() -> list[Criterion]:
+    """Those of N1 that trained models are judged by."""
+    return [each for each in CRITERIA if each.claim in ("R1", "R2", "M1")]
+
+
+def judged(run: Run, work: Path) -> list[tuple[str, str, float]]:
+    """The number of each criterion, on a trained model; nan where the report does not have it."""
+    runs.ensure(run, work)
+    torch.set_num_threads(1)
+    report = analyze(
+        work / run.name, tokens=METRIC_TOKENS, ablations=False, gradient_tokens=0, depth_tokens=0, lens_positions=0,
+        device="cpu",
+    )  # fmt: skip
+    rows = []
+    for each in criteria():
+        value = each.measure(report)
+        rows.append((each.claim, each.sentence, math.nan if isinstance(value, str) else value.value))
+    return rows
+
+
+def gradients(arm: str, seed: int) -> list[tuple[str, str, float]]:
+    """Both gradient ratios of an untrained model, as `gradient_norms.py` takes them, as logs."""
+    torch.set_num_threads(1)
+    kind = dict(runs.ARMS[arm])
+    masked = kind.get("causal") is False
+    config = LabConfig(
+        vocab_size=len(byte_tokenizer(masked=masked)), max_position_embeddings=runs.TOKENS, num_hidden_layers=12, **kind
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = (LabForMaskedLM if masked else LabForCausalLM)(config)
+    ids = gradient_norms.batch("manual", gradient_norms.MAIN["sequences"], seed)
+    names = ("layer", *gradient_norms.COLUMNS[6:])
+    rows = pd.DataFrame(gradient_norms.norms(model.train(), ids), columns=names).assign(seed=seed)
+    return [
+        ("G1" if kind["placement"] == "post" else "G2", metric, gradient_norms.logs(rows, metric)[0])
+        for metric in gradient_norms.RATIOS
+    ]
+
+
+# From the tables alone
+
+
+def load_norms(path: Path) -> pd.DataFrame:
+    """What was measured on the models of N1."""
+    return pd.read_csv(path)
+
+
+def primary(table: pd.DataFrame, beside: pd.DataFrame, norms: pd.DataFrame) -> list[study.Test]:
+    """The tests of the preregistration."""
+    pre = warmup.at_best(beside, "pre")
+    margin = runs.margin(beside, pre)
+    tests: list[study.Test] = []
+    for arm, words in zip(TUNED, ("Admin", "residual attention"), strict=True):
+        about = f"{words} on post-LN minus pre-LN, each at its best: loss, nats; predicted below −{margin:.3f}"
+        rows = study.arm(table, stage="confirm", arm=arm)
+        tests.append(runs.compared("S1", about, rows, pre, (-math.inf, -margin)))
+    differ = [(norm, what) for norm, what, ours, theirs in words_of(norms) if ours != theirs]
+    count = sum(1 for _ in words_of(norms))
+    found = f"{len(differ)} of {count} verdicts differ from LayerNorm's"
+    rule = "no verdict on R1, R2, M1 and the gradient ratios differs from LayerNorm's"
+    return [*tests, study.Ruled("N1", rule, "contradicted" if differ else "supported", found, len(SEEDS))]
+
+
+def verdict_of(norms: pd.DataFrame, arm: str, claim: str, criterion: str) -> tuple[str, str]:
+    """The verdict on a criterion, or whether a gradient ratio changed, and the value with its interval."""
+    values = study.arm(norms, arm=arm, claim=claim, criterion=criterion)["value"].dropna().to_numpy()
+    if len(values) < 2:
+        return "not measured", "–"
+    if claim in ("G1", "G2"):
+        low, high = (-math.inf, -study.LOG_MARGIN) if claim == "G1" else (-study.LOG_MARGIN, study.LOG_MARGIN)
+        word, value = study.lies(over_seeds(values), low, high), study.ratio(values)
+    else:
+        each = next(one for one in criteria() if one.claim == claim and one.sentence == criterion)
+        word, value = study.lies(over_seeds(values), each.low, each.high), study.span(over_seeds(values))
+    return {"inside": "supported", "outside": "contradicted", "undecided": "undecided"}[word], value
+
+
+def words_of(norms: pd.DataFrame) -> list[tuple[str, str, str, str]]:
+    """Norm, placement and criterion, its verdict, and that of LayerNorm in the same kind of model."""
+    rows = []
+    for suffix, beside in NORMS.items():
+        for placement in ("pre", "post"):
+            arm, other = f"{placement}-{suffix}", f"{placement}{'-' if beside else ''}{beside}"
+            for claim, criterion in kinds(norms, arm):
+                ours, theirs = (verdict_of(norms, each, claim, criterion)[0] for each in (arm, other))
+                rows.append((f"{WORDS[suffix]}, {placement}", f"{claim}: {criterion}", ours, theirs))
+    return rows
+
+
+def kinds(norms: pd.DataFrame, arm: str) -> list[tuple[str, str]]:
+    """Claims and criteria that an arm was measured for, in order."""
+    rows = study.arm(norms, arm=arm)[["claim", "criterion"]].drop_duplicates()
+    return [(claim, criterion) for claim, criterion in rows.itertuples(index=False)]
+
+
+def overview(table: pd.DataFrame, beside: pd.DataFrame) -> str:
+    """The arms of S1 beside pre-LN and post-LN, in markdown."""
+    head = ["arm", "warm-up", "failed in the grid", "chosen learning rate", "of the grid", "loss on test", "failed",
+            "seeds"]  # fmt: skip
+    lines = []
+    for arm in ("pre", "post"):
+        tried = study.arm(beside, stage="grid", arm=arm, optimizer="adamw")
+        lines.append([arm, *runs.summary(tried, warmup.at_best(beside, arm))])
+    for arm in TUNED:
+        tried, rows = (study.arm(table, stage=stage, arm=arm) for stage in ("grid", "confirm"))
+        lines.append([arm, *runs.summary(tried, rows)])
+    return study.markdown(head, lines)
+
+
+def norm_table(norms: pd.DataFrame, table: pd.DataFrame) -> str:
+    """Every norm's value and verdict on each criterion, in markdown."""
+    lines = []
+    for suffix, words in WORDS.items():
+        for placement in ("pre", "post"):
+            arm = f"{placement}{'-' if suffix else ''}{suffix}"
+            for claim, criterion in kinds(norms, arm):
+                word, value = verdict_of(norms, arm, claim, criterion)
+                short = criterion.split(":")[0]
+                seeds = str(len(study.arm(norms, arm=arm, claim=claim, criterion=criterion)))
+                lines.append([claim, short, words, placement, value, word, seeds])
+    lines.sort(key=lambda line: (line[0], line[1], line[3]))
+    bad = study.arm(table, stage="norm", status="failed")
+    note = f"\n\n{len(bad)} of the {len(study.arm(table, stage='norm'))} trained models of N1 failed."
+    head = ["claim", "number", "norm", "placement", "value [95 % interval over seeds]", "verdict", "seeds"]
+    return study.markdown(head, lines) + note
+
+
+def findings(table: pd.DataFrame, beside: pd.DataFrame, norms: pd.DataFrame, found: list[study.Verdict]) -> str:
+    """What goes into the README."""
+    arms, each = overview(table, beside), norm_table(norms, table)
+    return "\n\n".join([INTRODUCTION, study.verdicts(found), FIGURE, arms, SECONDARY, each, CHANGE])
+
+
+INTRODUCTION = f"""### S1, N1: other initialisations, attention and norms (`{NAME}.py`)
+
+12 blocks, width 64, 600 steps. S1: losses on the test half, nats a byte, paired by seed; pre-LN and post-LN are the
+AdamW runs of `warmup.py`, the others have its grid. The margin is 10 % of what separates pre-LN from a model without
+blocks. N1 is by a rule, not a test: trained models have pre-LN's learning rate and warm-up whatever their norm."""
+FIGURE = f"![Loss over learning rate of post-LN's variants, and update ratios by norm](figures/{NAME}.png)"
+SECONDARY = """N1, number by number. BatchNorm and InstanceNorm are compared with LayerNorm in the bidirectional model;
+there the loss of the gradient ratios is that of every position's own token."""
+CHANGE = """What would change our mind: on S1, longer training of deeper models, for which both were made; on N1,
+verdicts that differ no more once each norm has a learning rate of its own."""
+
+
+def draw(table: pd.DataFrame, beside: pd.DataFrame, norms: pd.DataFrame, axes: list[Axes]) -> None:
+    """Loss of the grid over the learning rate at the arm's best warm-up; gradient ratios by norm."""
+    both = pd.concat([study.arm(beside, optimizer="adamw"), table])
+    for arm, colour in zip(("pre", "post", *TUNED), LIGHT.lines, strict=False):
+        warm = runs.best(both, arm=arm)["warmup"]
+        rows = study.arm(both, stage="grid", arm=arm, warmup=warm).sort_values("lr")
+        axes[0].plot(rows["lr"], rows["dev"], "o-", color=colour, label=f"{arm}, warm-up {warm}", linewidth=1.3)
+    axes[0].set_xscale("log")
+    axes[0].set_xlabel("learning rate")
+    axes[0].set_ylabel("loss on dev, nats")
+    axes[0].legend()
+    for place, placement in enumerate(("pre", "post")):
+        for row, suffix in enumerate(WORDS):
+            arm = f"{placement}{'-' if suffix else ''}{suffix}"
+            values = study.arm(norms, arm=arm, criterion="median")["value"].to_numpy()
+            axes[1].plot(np.exp(values), np.full(len(values), row + 0.15 - 0.3 * place), "o", color=LIGHT.lines[place],
+                         markersize=3, label=placement if row == 0 else None)  # fmt: skip
+    axes[1].axvline(1, color="grey", linewidth=0.7)
+    axes[1].set_xscale("log")
+    axes[1].set_yticks(range(len(WORDS)), WORDS.values())
+    axes[1].set_xlabel("median token's ‖∂ℓ/∂x‖ at initialisation, x_1 over x_L")
+    axes[1].legend()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
