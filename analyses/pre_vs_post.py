@@ -4,15 +4,31 @@
     python analyses/pre_vs_post.py --write     # the same, and the findings into analyses/README.md
 
 As fixed in `PREREGISTRATION.md`: a grid of learning rates and warm-ups for each placement and depth with seed 0, then
-the best point of each with fresh seeds, and with 12 blocks the best point of the other placement too.
+the best point of each with fresh seeds, and with 12 blocks the best point of the other placement too (P1). Effective
+depth of the confirmed models beside its controls (D1, D4), to data/results/pre_vs_post_depth.csv. Models of three
+shapes and as many parameters, at the best point of `warmup.py` (D3).
 """
 
 import argparse
+import math
 import sys
+from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import runs
+import study
+import torch
+from matplotlib.axes import Axes
 from runs import Run
+from scipy import stats
+
+from depthprobe.contrast import over_seeds
+from depthprobe.criteria import MARGIN
+from depthprobe.documents import manual_topics
+from depthprobe.effective import effective_depth
+from depthprobe.report.panels import LIGHT
+from depthprobe.report.tables import number
 
 NAME = "pre_vs_post"
 PLACEMENTS = ("pre", "post")
@@ -20,22 +36,32 @@ RATES, WARMUPS, SEEDS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2), (50, 500), (1, 2, 3, 4, 
 SIZE = {"blocks": 12, "width": 64, "steps": 2000}
 ISO = ((6, 90), (12, 64), (24, 45))  # blocks and widths of about as many parameters
 ISO_STEPS, ISO_SEEDS = 600, (1, 2, 3)
+DEPTHS = f"{NAME}_depth.csv"
+DEPTH_TOKENS, EXCERPT, FEWEST = 2048, 320, 3  # tokens, bytes of each topic, seeds that must pass the gate in both arms
+COLUMNS = ("arm", "blocks", "seed", "name", "variant", "value", "ci_low", "ci_high", "passes", "twin", "tokens", "note")
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = runs.arguments(NAME, __doc__ or "")
+    parser.add_argument("--beside", type=Path, default=Path("data/results/warmup.csv"), help="the table of warmup.py")
     return runs.guarded(parser, run, argv)
 
 
 def run(options: argparse.Namespace) -> None:
-    collect(options)
-
-
-def collect(options: argparse.Namespace) -> pd.DataFrame:
-    """All runs of the study, chosen and confirmed."""
     size = runs.sized(options, SIZE)
     table = runs.collect(options.results, grid(size), options, "Choosing")
-    return runs.collect(options.results, [*grid(size), *confirmations(table, size)], options, "Confirming")
+    jobs = [*grid(size), *confirmations(table, size)]
+    table = runs.collect(options.results, jobs, options, "Confirming")
+    by_key = {(job.arm, job.blocks, job.seed): job for job in jobs if job.stage == "confirm" and job.arm in PLACEMENTS}
+    depths_path = options.results.with_name(DEPTHS)
+    study.collect(depths_path, COLUMNS, list(by_key), lambda *key: depth(by_key[key], options.work))
+    if options.beside.exists():
+        jobs += shapes(runs.load_table(options.beside), size)
+        table = runs.collect(options.results, jobs, options, "Shapes")
+    else:
+        print(f"D3 needs {options.beside}: run warmup.py, and then this again", file=sys.stderr)
+    deep = pd.read_csv(depths_path)
+    print(findings(table, deep, study.adjusted(primary(table, deep))))
 
 
 def depths(size: dict[str, int]) -> list[int]:
@@ -69,6 +95,187 @@ def confirmations(table: pd.DataFrame, size: dict[str, int]) -> list[Run]:
 def pairs(*chosen: pd.Series) -> list[Run]:
     """Both arms of each seed, one after another, so that a stopped run leaves whole pairs."""
     return [job for seed in SEEDS for row in chosen for job in runs.again(row, "confirm", [seed])]
+
+
+def shapes(beside: pd.DataFrame, size: dict[str, int]) -> list[Run]:
+    """Models of equal size and different shape, each placement at the best point of `warmup.py`'s AdamW grid."""
+    scale = size["width"] / SIZE["width"]
+    best = {arm: runs.best(beside, arm=arm, optimizer="adamw") for arm in PLACEMENTS}
+    return [
+        job
+        for blocks, width in ISO
+        for arm in PLACEMENTS
+        for job in runs.again(
+            best[arm],
+            "shape",
+            ISO_SEEDS,
+            blocks=round(blocks * size["blocks"] / SIZE["blocks"]),
+            width=round(width * scale),
+        )
+    ]
+
+
+# Measuring
+
+
+def depth(run: Run, work: Path) -> list[tuple[str | float | int, ...]]:
+    """The estimates of depth whose kind may pass the gate, of a confirmed model, beside their controls."""
+    torch.set_num_threads(1)
+    runs.ensure(run, work)
+    texts = [topic[:EXCERPT] for topic in manual_topics("analysis")]  # many documents, since the interval is over them
+    found = effective_depth(
+        work / run.name, texts, estimators=("dependence",), tokens=DEPTH_TOKENS, seq_len=runs.TOKENS, device="cpu"
+    )
+    rows = []
+    for row in found.table.to_dict("records"):
+        beside = {
+            control["control"]: control["value"]
+            for control in found.details["controls"]
+            if (control["name"], control["variant"]) == (row["name"], row["variant"])
+        }
+        rows.append((
+            row["name"], row["variant"], row["value"], row["ci_low"], row["ci_high"], int(row["passes_gate"]),
+            beside["random-init"], beside["random-tokens"], row["note"],
+        ))  # fmt: skip
+    return rows
+
+
+# From the tables alone
+
+
+def confirmed(table: pd.DataFrame, arm: str, blocks: int, stage: str = "confirm") -> pd.DataFrame:
+    """The runs of an arm that judge, by seed."""
+    return study.arm(table, stage=stage, arm=arm, blocks=blocks).sort_values("seed")
+
+
+def primary(table: pd.DataFrame, deep: pd.DataFrame) -> list[study.Test]:
+    """The tests of the preregistration, of the larger number of blocks."""
+    blocks = int(study.arm(table, stage="grid")["blocks"].max())
+    pre, post = (confirmed(table, arm, blocks) for arm in PLACEMENTS)
+    swapped = confirmed(table, "post", blocks, "swapped")
+    margin = runs.margin(table, pre)
+    same = f"loss post − pre, both at pre-LN's best setting, nats; predicted above {margin:.3f}"
+    own = f"loss post − pre, each at its best, nats; predicted below −{margin:.3f}"
+    return [
+        runs.compared("P1", same, swapped, pre, (margin, math.inf)),
+        runs.compared("P1", own, post, pre, (-math.inf, -margin)),
+        of_depth(deep, blocks),
+        study.Unjudged(
+            "D3", "loss of 6, 12 and 24 blocks with equal parameters", "said beforehand: no more than a sign"
+        ),
+        study.Unjudged("D4", "does depth predict loss beyond placement?", "said beforehand: printed only"),
+    ]
+
+
+def of_depth(deep: pd.DataFrame, blocks: int) -> study.Test:
+    """D1: each seed's excess over its random twins as a share of N, pre − post, where the gate lets both speak."""
+    rows = study.arm(deep, name="dependence", variant="first power", blocks=blocks)
+    passes = rows.pivot(index="seed", columns="arm", values="passes").min(axis=1)
+    about = f"dependence less that of random twins, over N, pre − post; predicted below −{MARGIN:g}"
+    if passes.sum() < FEWEST:
+        found = f"the estimate passes the gate in both arms for {int(passes.sum())} of {len(passes)} seeds"
+        return study.Unjudged("D1", about, f"{found}, {FEWEST} are needed")
+    wide = rows.assign(excess=(rows["value"] - rows["twin"]) / blocks).pivot(
+        index="seed", columns="arm", values="excess"
+    )
+    values = (wide["pre"] - wide["post"])[passes == 1]
+    return study.Primary("D1", about, tuple(values), -math.inf, -MARGIN, logs=False)
+
+
+def overview(table: pd.DataFrame) -> str:
+    """All arms, what was chosen and what it came to, in markdown."""
+    head = ["blocks", "arm", "setting", "warm-up", "failed in the grid", "learning rate", "of the grid", "loss on test",
+            "failed", "seeds"]  # fmt: skip
+    lines = []
+    for blocks in sorted(study.arm(table, stage="grid")["blocks"].unique(), reverse=True):
+        for stage, words in (("confirm", "its own best"), ("swapped", "the other's best")):
+            for arm in PLACEMENTS:
+                tried, rows = (study.arm(table, stage=each, arm=arm, blocks=blocks) for each in ("grid", stage))
+                if len(rows):
+                    lines.append([str(blocks), arm, words, *runs.summary(tried, rows)])
+    base = study.arm(table, stage="confirm", arm="embedding")
+    value, failed = study.span(over_seeds(base["test"].to_numpy())), (base["status"] == "failed").sum()
+    setting = [str(base["warmup"].iloc[0]), "–", f"{base['lr'].iloc[0]:g}", "–"]
+    lines.append(["0", "no blocks", "pre-LN's best", *setting, value, f"{failed} of {len(base)}", str(len(base))])
+    return study.markdown(head, lines)
+
+
+def depth_table(table: pd.DataFrame, deep: pd.DataFrame) -> str:
+    """Effective depth beside its controls, in markdown; and how it goes with loss."""
+    head = ["blocks", "arm", "estimate", "value [95 % over seeds]", "random twins", "random tokens", "passes the gate",
+            "seeds"]  # fmt: skip
+    lines = []
+    for (blocks, arm, name, variant), rows in deep.fillna({"variant": ""}).groupby(
+        ["blocks", "arm", "name", "variant"], sort=False
+    ):
+        spans = [study.span(over_seeds(rows[column].to_numpy())) for column in ("value", "twin", "tokens")]
+        passed = f"{int(rows['passes'].sum())} of {len(rows)}"
+        lines.append([str(blocks), arm, f"{name} {variant}".strip(), *spans, passed, str(len(rows))])
+    return study.markdown(head, lines) + "\n\n" + correlation(table, deep)
+
+
+def correlation(table: pd.DataFrame, deep: pd.DataFrame) -> str:
+    """D4: how an estimate of depth and loss go together over all arms and seeds."""
+    rows = study.arm(deep, name="dependence", variant="first power")
+    both = rows.merge(study.arm(table, stage="confirm"), on=["arm", "blocks", "seed"])
+    both = both.assign(share=both["value"] / both["blocks"])
+    found = []
+    for blocks, each in both.groupby("blocks"):
+        plain = stats.spearmanr(each["value"], each["test"]).statistic
+        within = [part - part.mean() for _, part in each.groupby("arm")[["value", "test"]]]
+        apart = stats.pearsonr(*np.concatenate([part.to_numpy() for part in within]).T).statistic
+        found.append(f"{blocks} blocks: Spearman {number(float(plain))}, and within placement Pearson "
+                     f"{number(float(apart))} ({len(each)} models)")  # fmt: skip
+    return f"D4, printed only: depth (dependence, first power) against loss on test. {'; '.join(found)}."
+
+
+def shape_table(table: pd.DataFrame) -> str:
+    """D3: loss by shape, in markdown."""
+    rows = study.arm(table, stage="shape")
+    if rows.empty:
+        return "D3: not run yet."
+    lines = []
+    for (arm, blocks, width), each in rows.groupby(["arm", "blocks", "width"], sort=False):
+        failed = int((each["status"] == "failed").sum())
+        loss, size = study.span(over_seeds(each["test"].to_numpy())), f"{each['parameters'].iloc[0]:,}"
+        lines.append([arm, str(blocks), str(width), size, loss, f"{failed} of {len(each)}", str(len(each))])
+    head = ["arm", "blocks", "width", "parameters", "loss on test", "failed", "seeds"]
+    return f"D3, a sign at most: {ISO_STEPS} steps, equal tokens.\n\n" + study.markdown(head, lines)
+
+
+def findings(table: pd.DataFrame, deep: pd.DataFrame, found: list[study.Verdict]) -> str:
+    """What goes into the README."""
+    parts = [INTRODUCTION, study.verdicts(found), FIGURE, overview(table), SECONDARY, depth_table(table, deep)]
+    return "\n\n".join([*parts, shape_table(table), CHANGE])
+
+
+INTRODUCTION = f"""### P1, D1, D3, D4: pre-LN and post-LN, each at its best (`{NAME}.py`)
+
+Width 64, {SIZE["steps"]:,} steps, AdamW. Every arm is tuned on 5 learning rates × 2 warm-ups with seed 0 and judged
+with seeds 1 to 5, differences paired by seed. Losses on the test half, nats a byte; the margin is 10 % of what
+separates pre-LN from a model without blocks."""
+FIGURE = f"![Loss over learning rate and warm-up, and confirmed losses](figures/{NAME}.png)"
+SECONDARY = f"""Effective depth in blocks. Twins have the same configuration and random weights; their mean and that of
+random tokens are over the same seeds. {DEPTH_TOKENS:,} tokens, {EXCERPT} bytes of each topic of the manual."""
+CHANGE = """What would change our mind: on P1, a grid that does not end where an arm is best, more training, or a
+model of the size of those in the papers; on D1, another estimate that passes the gate."""
+
+
+def draw(table: pd.DataFrame, axes: list[Axes]) -> None:
+    """Loss of the grids over the learning rate, a panel a number of blocks; confirmed losses as dots."""
+    rows = study.arm(table, stage="grid")
+    for ax, blocks in zip(axes, sorted(rows["blocks"].unique(), reverse=True), strict=True):
+        for arm, colour in zip(PLACEMENTS, LIGHT.lines, strict=False):
+            for warm, style in zip(sorted(rows["warmup"].unique()), ("--", "-"), strict=False):
+                each = study.arm(rows, arm=arm, blocks=blocks, warmup=warm).sort_values("lr")
+                ax.plot(each["lr"], each["test"], style, color=colour, label=f"{arm}, warm-up {warm}", linewidth=1.3)
+            for stage, mark in (("confirm", "o"), ("swapped", "x")):
+                judged = confirmed(table, arm, int(blocks), stage)
+                ax.plot(judged["lr"], judged["test"], mark, color=colour, markersize=4, alpha=0.7)
+        ax.set_xscale("log")
+        ax.set_ylabel(f"{blocks} blocks\nloss on test, nats")
+    axes[-1].set_xlabel("learning rate (● own best, × the other's best, fresh seeds)")
+    axes[0].legend(fontsize="small")
 
 
 if __name__ == "__main__":
