@@ -11,6 +11,7 @@ import argparse
 import math
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import gradient_norms
@@ -46,7 +47,6 @@ __doc__ = __doc__.format(states=f"data/results/{STATES}")
 
 def main(argv: list[str] | None = None) -> int:
     parser = runs.arguments(NAME, __doc__ or "")
-    parser.add_argument("--beside", type=Path, default=Path("data/results/warmup.csv"), help="the table of warmup.py")
     return runs.guarded(parser, run, argv)
 
 
@@ -63,9 +63,8 @@ def run(options: argparse.Namespace) -> None:
     study.collect(
         states, COLUMNS, list(trained), lambda *key: measure(runs.model_of(trained[key], options.work), key[2])
     )
-    beside = runs.load_table(options.beside)
-    found = study.adjusted(primary(table, beside, pd.read_csv(states)))
-    print(findings(table, beside, pd.read_csv(states), found))
+    shown = section(options.results.parent)
+    print(shown.text(study.adjusted(shown.tests)))
 
 
 def confirmations(table: pd.DataFrame) -> list[Run]:
@@ -204,10 +203,17 @@ def sentences(states: pd.DataFrame) -> Iterator[str]:
         )
 
 
-def findings(table: pd.DataFrame, beside: pd.DataFrame, states: pd.DataFrame, found: list[study.Verdict]) -> str:
-    """What goes into the README."""
-    notes = "\n".join(sentences(states))
-    return "\n\n".join([INTRODUCTION, study.verdicts(found), FIGURE, overview(table, beside), SECONDARY, notes, CHANGE])
+def section(results: Path) -> study.Section:
+    """The study's part of the findings, from its tables and `warmup.py`'s alone."""
+    table, beside = (runs.judged(results / f"{name}.csv") for name in (NAME, warmup.NAME))
+    states = study.read(results / STATES)
+
+    def text(found: list[study.Verdict]) -> str:
+        notes = "\n".join(sentences(states))
+        return "\n\n".join([INTRODUCTION, study.verdicts(found), FIGURE, overview(table, beside), SECONDARY, notes])
+
+    figure = study.Figure(NAME, partial(draw, table, beside, states), 6.0, 2, shared=False)
+    return study.Section(NAME, tuple(primary(table, beside, states)), text, (figure,), MINDS)
 
 
 INTRODUCTION = f"""### V1: x + N(F(x)) (`{NAME}.py`)
@@ -217,8 +223,9 @@ warm-up 50. Losses on the test half, nats a byte, paired by seed; the margin is 
 model without blocks. The claim makes three predictions."""
 FIGURE = f"![Loss over learning rate, and ‖x_l‖² over depth, of branch-norm](figures/{NAME}.png)"
 SECONDARY = "Secondary, with uncorrected intervals. Gradients of branch-norm over depth are in the part on G1 and G2."
-CHANGE = """What would change our mind: runs without warm-up that fail in deeper or wider models, or a loss below
-that of pre-LN by more than the margin after longer training."""
+MINDS = {
+    "V1": "runs without warm-up that fail in deeper or wider models, or longer training after which pre-LN is ahead",
+}
 
 
 def draw(table: pd.DataFrame, beside: pd.DataFrame, states: pd.DataFrame, axes: list[Axes]) -> None:

@@ -1,7 +1,7 @@
-"""How does the gradient change over the layers of a transformer that was not trained yet? Claims G1 and G2.
+"""How does the gradient change over the layers of a transformer that was not trained yet? Claims G1, G2 and G4.
 
-    python analyses/gradient_norms.py             # some minutes on one core
-    python analyses/gradient_norms.py --write     # the same, and the findings into analyses/README.md
+    python analyses/gradient_norms.py                 # some ten minutes on two cores
+    python analyses/gradient_norms.py --untrained     # two of them, without G4
 
 Pre-LN, post-LN and branch-norm of 6, 12 and 24 blocks, ten initialisations each, at batches of 4, 16 and 64 sequences
 of 64 bytes, as fixed in `PREREGISTRATION.md`. One backward pass a model and batch, of the batch's mean loss: norms of
@@ -9,7 +9,7 @@ the gradients by the MLP's second matrix of every block, and by every state, pos
 `analyze` reads by default; at 16 sequences also the one that the lab trains on, as a check.
 
 Writes a row a block to --results as it goes; a run that was stopped goes on where it was. Tables, figure and findings
-are made from these rows alone. G4, which takes training runs, is not in here yet.
+are made from these rows alone, and into the README by `findings.py`. G4 is in `oscillation.py`.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
+import oscillation
 import pandas as pd
 import study
 import torch
@@ -33,9 +34,7 @@ from depthprobe.errors import DepthprobeError, NonFiniteError, OutputError, Usag
 from depthprobe.lab import LabConfig, LabForCausalLM, read_text
 from depthprobe.lab.blocks import Block
 from depthprobe.lab.byte_tokens import byte_tokenizer
-from depthprobe.lab.runlog import errors_of
 from depthprobe.progress import Bar
-from depthprobe.report.figures import drawn
 from depthprobe.report.gradient_panels import PlainLog
 from depthprobe.report.panels import LIGHT
 from depthprobe.report.tables import number
@@ -64,9 +63,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--depths", default=",".join(map(str, DEPTHS)), help="numbers of blocks (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="initialisations of each (default: %(default)s)")
     parser.add_argument("--results", type=Path, default=Path(f"data/results/{NAME}.csv"), help="the table")
-    parser.add_argument("--figures", type=Path, default=Path("analyses/figures"), help="where the figure goes")
-    parser.add_argument("--readme", type=Path, default=Path("analyses/README.md"), help="what --write changes")
-    parser.add_argument("--write", action="store_true", help="put the findings into the README")
+    parser.add_argument("--work", type=Path, default=Path("reports/studies"), help="where checkpoints go")
+    parser.add_argument("--workers", type=int, default=2, help="runs at a time, one thread each (default: %(default)s)")
+    parser.add_argument("--untrained", action="store_true", help="leave out G4, which takes training runs")
     options = parser.parse_args(argv)
     try:
         run(options)
@@ -81,15 +80,11 @@ def run(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)  # sums of several threads differ in their last bits
     with Bar("Measuring", len(jobs), "backward passes") as step:
         study.collect(options.results, COLUMNS, jobs, measure, step)
-    table = load(options.results)
-    print(overview(table), end="\n\n")
-    print(findings(table))
-    figure = options.figures / f"{NAME}.png"
-    with errors_of(figure):
-        figure.parent.mkdir(parents=True, exist_ok=True)
-        figure.write_bytes(drawn(partial(draw, table), 5.4, 2))
-    if options.write:
-        study.write_section(options.readme, NAME, findings(table))
+    if not options.untrained:
+        oscillation.collect(options.results.parent, options)
+    print(overview(load(options.results)), end="\n\n")
+    shown = section(options.results.parent, options.results.name)
+    print(shown.text(study.adjusted(shown.tests)))
 
 
 def plan(options: argparse.Namespace) -> list[tuple[str, str, int, int, int]]:
@@ -208,8 +203,7 @@ def typical(values: Tensor) -> float:
 
 def load(path: Path) -> pd.DataFrame:
     """The table, if it has what the findings need."""
-    with errors_of(path):
-        table = pd.read_csv(path)
+    table = study.read(path)
     if study.arm(table, placement="post", **MAIN).empty:
         raise OutputError(f"{path} has no models of {MAIN['blocks']} blocks", fix="include them in --depths")
     return table
@@ -278,10 +272,19 @@ def overview(table: pd.DataFrame, alike: int = 0) -> str:
     return study.markdown(head, lines)
 
 
-def findings(table: pd.DataFrame) -> str:
-    """What goes into the README: the verdicts, then what no verdict rests on."""
-    verdicts, arms = study.verdicts(study.adjusted(primary(table))), overview(table, alike=2)
-    return "\n\n".join([INTRODUCTION, verdicts, FIGURE, SECONDARY, arms, sentences(table), CHANGE])
+def section(results: Path, name: str = f"{NAME}.csv") -> study.Section:
+    """The study's part of the findings, from its tables alone; G4 where its runs were made."""
+    table = load(results / name)
+    trained = oscillation.load(results) if (results / oscillation.SHIFTS).exists() else None
+    more = oscillation.primary(*trained[:2]) if trained else []
+
+    def text(found: list[study.Verdict]) -> str:
+        mine, theirs = ([each for each in found if (each[0].claim == "G4") is of_g4] for of_g4 in (False, True))
+        parts = [INTRODUCTION, study.verdicts(mine), FIGURE, SECONDARY, overview(table, alike=2), sentences(table)]
+        return "\n\n".join([*parts, *([oscillation.text(trained, theirs)] if trained else [])])
+
+    figure = study.Figure(NAME, partial(draw, table), 5.4, 2)
+    return study.Section(NAME, (*primary(table), *more), text, (figure,), MINDS)
 
 
 def sentences(table: pd.DataFrame) -> str:
@@ -306,16 +309,15 @@ TEXTS = {"manual": "for metrics", "library": "for training"}
 INTRODUCTION = f"""### G1, G2: gradients at initialisation (`{NAME}.py`)
 
 Width 64, Xavier, {MAIN["blocks"]} blocks, {MAIN["sequences"]} sequences of {TOKENS} bytes. Ratios are geometric means
-over seeds, each an initialisation and a draw of sequences. Holm over these four tests: G4's and the other studies' are
-still to come, so corrected p are preliminary. A claim is supported if both of its tests are, and contradicted if one
-of them is. p is that of a mean outside the predicted region; the smallest effect is a distance from its boundary,
-before Holm. An interval wider than from 1/1.1 to 1.1 cannot show that nothing changed, wherever it lies."""
+over seeds, each an initialisation and a draw of sequences. A claim is supported if both of its tests are, and
+contradicted if one of them is. p is that of a mean outside the predicted region; the smallest effect is a distance from
+its boundary, before Holm. An interval wider than from 1/1.1 to 1.1 cannot show that nothing changed, wherever it
+lies."""
 FIGURE = f"![Gradient over depth, in pre-LN, post-LN and branch-norm](figures/{NAME}.png)"
 SECONDARY = """Secondary, with uncorrected intervals, which support nothing: one thing changed at a time. `changed` is
 against 1, with the margin of 10 %. Were all positions alike, position 0 would have a share of 1/64."""
-CHANGE = """What would change our mind: an interval on the other side of the margin, from fresh seeds or with another
-width, initialisation, head or text. Only width 64, Xavier's initialisation, an untied head, English and Python were
-tried."""
+ELSEWHERE = "an interval on the other side of the margin, with another width, initialisation, head or text"
+MINDS = {"G1": ELSEWHERE, "G2": ELSEWHERE, "G4": oscillation.MIND}
 
 
 def draw(table: pd.DataFrame, axes: list[Axes]) -> None:

@@ -96,7 +96,7 @@ def shift(arm: str, blocks: int, seed: int) -> list[tuple[float]]:
 
 def load(results: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     """The tables of runs, of updates and of shifts."""
-    return runs.load_table(results / RUNS), pd.read_csv(results / SIZES), pd.read_csv(results / SHIFTS)
+    return runs.load_table(results / RUNS), study.read(results / SIZES), study.read(results / SHIFTS)
 
 
 def ratios(sizes: pd.DataFrame, arm: str) -> tuple[float, ...]:
@@ -149,9 +149,9 @@ def sentences(table: pd.DataFrame, sizes: pd.DataFrame, shifts: pd.DataFrame) ->
     return "\n".join(lines)
 
 
-def findings(table: pd.DataFrame, sizes: pd.DataFrame, shifts: pd.DataFrame, found: list[study.Verdict]) -> str:
+def text(tables: tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame], found: list[study.Verdict]) -> str:
     """What goes into the README."""
-    return "\n\n".join([INTRODUCTION, study.verdicts(found), SECONDARY, sentences(table, sizes, shifts), CHANGE])
+    return "\n\n".join([INTRODUCTION, study.verdicts(found), SECONDARY, sentences(*tables)])
 
 
 INTRODUCTION = f"""### G4: what a top-heavy gradient does without warm-up (`gradient_norms.py`)
@@ -159,5 +159,4 @@ INTRODUCTION = f"""### G4: what a top-heavy gradient does without warm-up (`grad
 Post-LN, 12 blocks, width 64, {STEPS} steps at {RATE:g} without warm-up, seeds 1 to 5. Adam divides by the size of the
 gradient, so that the first blocks should move as much as the last whatever their gradients."""
 SECONDARY = "Secondary, with uncorrected intervals."
-CHANGE = """What would change our mind: runs that train once only the top blocks' updates are made smaller, or ratios of
-updates far from 1 in other sizes."""
+MIND = "runs that train once only the top blocks' updates are made smaller, or ratios of updates far from 1 elsewhere"

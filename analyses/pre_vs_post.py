@@ -12,6 +12,7 @@ shapes and as many parameters, at the best point of `warmup.py` (D3).
 import argparse
 import math
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from depthprobe.contrast import over_seeds
 from depthprobe.criteria import MARGIN
 from depthprobe.documents import manual_topics
 from depthprobe.effective import effective_depth
+from depthprobe.progress import say
 from depthprobe.report.panels import LIGHT
 from depthprobe.report.tables import number
 
@@ -43,7 +45,6 @@ COLUMNS = ("arm", "blocks", "seed", "name", "variant", "value", "ci_low", "ci_hi
 
 def main(argv: list[str] | None = None) -> int:
     parser = runs.arguments(NAME, __doc__ or "")
-    parser.add_argument("--beside", type=Path, default=Path("data/results/warmup.csv"), help="the table of warmup.py")
     return runs.guarded(parser, run, argv)
 
 
@@ -55,13 +56,13 @@ def run(options: argparse.Namespace) -> None:
     by_key = {(job.arm, job.blocks, job.seed): job for job in jobs if job.stage == "confirm" and job.arm in PLACEMENTS}
     depths_path = options.results.with_name(DEPTHS)
     study.collect(depths_path, COLUMNS, list(by_key), lambda *key: depth(by_key[key], options.work))
-    if options.beside.exists():
-        jobs += shapes(runs.load_table(options.beside), size)
-        table = runs.collect(options.results, jobs, options, "Shapes")
+    beside = options.results.with_name("warmup.csv")
+    if beside.exists():
+        runs.collect(options.results, [*jobs, *shapes(runs.load_table(beside), size)], options, "Shapes")
     else:
-        print(f"D3 needs {options.beside}: run warmup.py, and then this again", file=sys.stderr)
-    deep = pd.read_csv(depths_path)
-    print(findings(table, deep, study.adjusted(primary(table, deep))))
+        say(f"D3 needs {beside}: run warmup.py, and then this again")
+    shown = section(options.results.parent)
+    print(shown.text(study.adjusted(shown.tests)))
 
 
 def depths(size: dict[str, int]) -> list[int]:
@@ -243,10 +244,16 @@ def shape_table(table: pd.DataFrame) -> str:
     return f"D3, a sign at most: {ISO_STEPS} steps, equal tokens.\n\n" + study.markdown(head, lines)
 
 
-def findings(table: pd.DataFrame, deep: pd.DataFrame, found: list[study.Verdict]) -> str:
-    """What goes into the README."""
-    parts = [INTRODUCTION, study.verdicts(found), FIGURE, overview(table), SECONDARY, depth_table(table, deep)]
-    return "\n\n".join([*parts, shape_table(table), CHANGE])
+def section(results: Path) -> study.Section:
+    """The study's part of the findings, from its tables alone."""
+    table, deep = runs.judged(results / f"{NAME}.csv"), study.read(results / DEPTHS)
+
+    def text(found: list[study.Verdict]) -> str:
+        parts = [INTRODUCTION, study.verdicts(found), FIGURE, overview(table), SECONDARY, depth_table(table, deep)]
+        return "\n\n".join([*parts, shape_table(table)])
+
+    figure = study.Figure(NAME, partial(draw, table), 5.6, 2)
+    return study.Section(NAME, tuple(primary(table, deep)), text, (figure,), MINDS)
 
 
 INTRODUCTION = f"""### P1, D1, D3, D4: pre-LN and post-LN, each at its best (`{NAME}.py`)
@@ -257,8 +264,12 @@ separates pre-LN from a model without blocks."""
 FIGURE = f"![Loss over learning rate and warm-up, and confirmed losses](figures/{NAME}.png)"
 SECONDARY = f"""Effective depth in blocks. Twins have the same configuration and random weights; their mean and that of
 random tokens are over the same seeds. {DEPTH_TOKENS:,} tokens, {EXCERPT} bytes of each topic of the manual."""
-CHANGE = """What would change our mind: on P1, a grid that does not end where an arm is best, more training, or a
-model of the size of those in the papers; on D1, another estimate that passes the gate."""
+MINDS = {
+    "P1": "a grid that does not end where an arm is best, more training, or a model of the size of those in the papers",
+    "D1": "another estimate that passes the gate, or deeper models",
+    "D3": "runs tuned by shape, at a size where all of them learn",
+    "D4": "arms whose depth differs by design while all else is the same",
+}
 
 
 def draw(table: pd.DataFrame, axes: list[Axes]) -> None:

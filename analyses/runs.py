@@ -242,6 +242,20 @@ def load_table(path: Path) -> pd.DataFrame:
     return table
 
 
+def judged(path: Path) -> pd.DataFrame:
+    """A table of runs that has what judges.
+
+    Raises:
+        OutputError: it has none of it yet.
+    """
+    if not path.exists():
+        raise OutputError(f"{path} is not there", fix="run its study first")
+    table = load_table(path)
+    if study.arm(table, stage="confirm").empty:
+        raise OutputError(f"{path} has no confirmation runs yet", fix="run its study to the end")
+    return table
+
+
 def best(table: pd.DataFrame, **arm: str | int) -> pd.Series:
     """The run of an arm's grid that is confirmed."""
     return lowest(study.arm(table, stage="grid", **arm))

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from scipy import stats
 
 from depthprobe.contrast import over_seeds, smallest_effect
@@ -26,14 +27,17 @@ from depthprobe.errors import OutputError
 from depthprobe.estimate import Interval
 from depthprobe.lab.runlog import errors_of
 from depthprobe.lab.search import end_with
+from depthprobe.report.figures import drawn
 from depthprobe.report.tables import number
 
 __all__ = [
     "LOG_MARGIN",
     "UNJUDGED",
     "Counted",
+    "Figure",
     "Primary",
     "Ruled",
+    "Section",
     "Test",
     "Unjudged",
     "Verdict",
@@ -43,22 +47,27 @@ __all__ = [
     "collect",
     "effect",
     "holm",
+    "least_effect",
     "lies",
     "markdown",
     "of_claim",
     "probability",
     "ratio",
+    "read",
     "section",
+    "seeds_of",
     "smallest",
     "span",
     "text_of",
     "verdict",
     "verdicts",
+    "write_figures",
     "write_section",
 ]
 
 LOG_MARGIN = math.log(1 + MARGIN)
 LEVEL = 0.05
+DPI = 110
 UNJUDGED = "cannot be judged here"
 Job = tuple[str | int | float, ...]
 Row = Sequence[str | int | float]
@@ -142,6 +151,18 @@ def text_of(value: str | int | float) -> str:
     if isinstance(value, float):
         return "" if math.isnan(value) else f"{value:.6g}"
     return str(value)
+
+
+def read(path: Path) -> pd.DataFrame:
+    """A table of rows.
+
+    Raises:
+        OutputError: it is not there.
+    """
+    if not path.exists():
+        raise OutputError(f"{path} is not there", fix="run its study first")
+    with errors_of(path):
+        return pd.read_csv(path)
 
 
 def arm(table: pd.DataFrame, **wanted: str | int | float) -> pd.DataFrame:
@@ -312,6 +333,60 @@ def adjusted(tests: Sequence[Test]) -> list[Verdict]:
     return [(test, p, verdict(test, p)) for test, p in every]
 
 
+# What a study has to say
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of a study.
+
+    Attributes:
+        name: of its file, without the ending.
+        draw: puts it onto its axes.
+        height: in inches.
+        rows: of axes.
+        shared: they have the same x.
+    """
+
+    name: str
+    draw: Callable[[list[Axes]], None]
+    height: float
+    rows: int = 1
+    shared: bool = True
+
+
+@dataclass(frozen=True)
+class Section:
+    """A study's part of the findings.
+
+    Attributes:
+        name: by which it is marked in the README.
+        tests: the primary ones.
+        text: made of the tests with their verdicts, in markdown.
+        figures: that the text shows.
+        minds: of each claim, what would change it.
+    """
+
+    name: str
+    tests: tuple[Test, ...]
+    text: Callable[[list[Verdict]], str]
+    figures: tuple[Figure, ...]
+    minds: dict[str, str]
+
+
+def write_figures(section: Section, folder: Path) -> None:
+    """The figures of a section, as png.
+
+    Raises:
+        OutputError: they cannot be written.
+    """
+    with errors_of(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for one in section.figures:
+            made = drawn(one.draw, one.height, one.rows, shared=one.shared, dpi=DPI)
+            (folder / f"{one.name}.png").write_bytes(made)
+
+
 # Words
 
 
@@ -321,7 +396,9 @@ def verdicts(found: Sequence[Verdict]) -> str:
     for test, p, word in found:
         claim = of_claim([other for each, _, other in found if each.claim == test.claim])
         chance = "–" if isinstance(test, Unjudged | Ruled) else "< 0.001" if p < 1e-3 else number(p)
-        rows.append([test.claim, f"**{claim}**", test.sentence, effect(test), word, chance, *_power(test)])
+        rows.append(
+            [test.claim, f"**{claim}**", test.sentence, effect(test), word, chance, seeds_of(test), least_effect(test)]
+        )
     head = ["claim", "verdict", "test", "mean [95 % interval over seeds]", "this test", "p after Holm", "seeds",
             "smallest effect"]  # fmt: skip
     return markdown(head, rows)
@@ -338,17 +415,22 @@ def effect(test: Test) -> str:
     return ratio(test.values) if test.logs else span(over_seeds(test.values))
 
 
-def _power(test: Test) -> tuple[str, str]:
-    """Seeds, and the smallest effect that they show."""
+def seeds_of(test: Test) -> str:
+    """How many seeds a test rests on."""
     if isinstance(test, Unjudged):
-        return "–", "–"
-    if isinstance(test, Ruled):
-        return str(test.seeds), "–"
+        return "–"
+    return str(len(test.values) if isinstance(test, Primary) else test.seeds)
+
+
+def least_effect(test: Test) -> str:
+    """The smallest effect that a test could have shown, before Holm."""
+    if isinstance(test, Unjudged | Ruled):
+        return "–"
     if isinstance(test, Counted):
         least = next((n for n in range(test.seeds + 1) if _fisher(n, test.seeds) < LEVEL), None)
-        return str(test.seeds), "none" if least is None else f"{least} failures against 0"
-    least = smallest(test.values)
-    return str(len(test.values)), f"× {number(math.exp(least))}" if test.logs else number(least)
+        return "none" if least is None else f"{least} failures against 0"
+    shown = smallest(test.values)
+    return f"× {number(math.exp(shown))}" if test.logs else number(shown)
 
 
 def _fisher(failed: int, seeds: int) -> float:

@@ -42,18 +42,17 @@ COLUMNS = (
 
 def main(argv: list[str] | None = None) -> int:
     parser = runs.arguments(NAME, __doc__ or "")
-    parser.add_argument("--runs", type=Path, default=Path("data/results/pre_vs_post.csv"), help="the pretrained models")
     return runs.guarded(parser, run, argv)
 
 
 def run(options: argparse.Namespace) -> None:
-    models = pretrained(runs.load_table(options.runs))
+    models = pretrained(runs.load_table(options.results.with_name(f"{pre_vs_post.NAME}.csv")))
     jobs = [(*key, lr) for key in models for lr in RATES]
     with Bar("Fine-tuning", len(jobs), "runs") as step:
         measure = partial(fine_tune, models, options.work)
         study.collect(options.results, COLUMNS, jobs, measure, step, options.workers)
-    table = pd.read_csv(options.results)
-    print(findings(table, study.adjusted(primary(table))))
+    shown = section(options.results.parent)
+    print(shown.text(study.adjusted(shown.tests)))
 
 
 def pretrained(table: pd.DataFrame) -> dict[tuple[str, int], Run]:
@@ -166,9 +165,15 @@ def overview(table: pd.DataFrame) -> str:
     return study.markdown(head, lines)
 
 
-def findings(table: pd.DataFrame, found: list[study.Verdict]) -> str:
-    """What goes into the README."""
-    return "\n\n".join([INTRODUCTION, study.verdicts(found), FIGURE, overview(table), CHANGE])
+def section(results: Path) -> study.Section:
+    """The study's part of the findings, from its table alone."""
+    table = study.read(results / f"{NAME}.csv")
+
+    def text(found: list[study.Verdict]) -> str:
+        return "\n\n".join([INTRODUCTION, study.verdicts(found), FIGURE, overview(table)])
+
+    figure = study.Figure(NAME, partial(draw, table), 3.2)
+    return study.Section(NAME, tuple(primary(table)), text, (figure,), MINDS)
 
 
 INTRODUCTION = f"""### P2: fine-tuning from equal loss (`{NAME}.py`)
@@ -178,8 +183,9 @@ starts from its checkpoint nearest to it, {STEPS} steps on English that no model
 nats a byte, paired by seed; the margin is 10 % of what separates pre-LN from a model without blocks, fine-tuned
 likewise."""
 FIGURE = f"![Loss on the new text by learning rate](figures/{NAME}.png)"
-CHANGE = """What would change our mind: a fine-tuning task that is no language modelling, or models of a size at which
-fine-tuning is done. Pretraining loss is matched to the nearest checkpoint; how far off it was is in the table."""
+MINDS = {
+    "P2": "a fine-tuning task that is no language modelling, or models of a size at which fine-tuning is done",
+}
 
 
 def draw(table: pd.DataFrame, axes: list[Axes]) -> None:

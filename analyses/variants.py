@@ -11,6 +11,7 @@ initialisation. Writes a row a run to --results, and what was measured for N1 to
 import argparse
 import math
 import sys
+from functools import partial
 from pathlib import Path
 
 import gradient_norms
@@ -45,12 +46,11 @@ WORDS = {
 
 def main(argv: list[str] | None = None) -> int:
     parser = runs.arguments(NAME, __doc__ or "")
-    parser.add_argument("--beside", type=Path, default=Path("data/results/warmup.csv"), help="the table of warmup.py")
     return runs.guarded(parser, run, argv)
 
 
 def run(options: argparse.Namespace) -> None:
-    beside = runs.load_table(options.beside)
+    beside = runs.load_table(options.results.with_name(f"{warmup.NAME}.csv"))
     jobs = warmup.grid(runs.sized(options, warmup.SIZE), TUNED, ("adamw",))
     table = runs.collect(options.results, jobs, options, "Choosing")
     jobs += [job for seed in SEEDS for arm in TUNED for job in runs.again(runs.best(table, arm=arm), "confirm", [seed])]
@@ -66,8 +66,8 @@ def run(options: argparse.Namespace) -> None:
         for suffix in WORDS for arm in ("pre", "post") for seed in range(INITIAL_SEEDS)
     ]  # fmt: skip
     study.collect(path, COLUMNS, initial, lambda arm, seed: gradients(arm, seed - 100))
-    norms = load_norms(path)
-    print(findings(table, beside, norms, study.adjusted(primary(table, beside, norms))))
+    shown = section(options.results.parent)
+    print(shown.text(study.adjusted(shown.tests)))
 
 
 # Measuring
@@ -114,11 +114,6 @@ def gradients(arm: str, seed: int) -> list[tuple[str, str, float]]:
 
 
 # From the tables alone
-
-
-def load_norms(path: Path) -> pd.DataFrame:
-    """What was measured on the models of N1."""
-    return pd.read_csv(path)
 
 
 def primary(table: pd.DataFrame, beside: pd.DataFrame, norms: pd.DataFrame) -> list[study.Test]:
@@ -201,10 +196,17 @@ def norm_table(norms: pd.DataFrame, table: pd.DataFrame) -> str:
     return study.markdown(head, lines) + note
 
 
-def findings(table: pd.DataFrame, beside: pd.DataFrame, norms: pd.DataFrame, found: list[study.Verdict]) -> str:
-    """What goes into the README."""
-    arms, each = overview(table, beside), norm_table(norms, table)
-    return "\n\n".join([INTRODUCTION, study.verdicts(found), FIGURE, arms, SECONDARY, each, CHANGE])
+def section(results: Path) -> study.Section:
+    """The study's part of the findings, from its tables and `warmup.py`'s alone."""
+    table, beside = (runs.judged(results / f"{name}.csv") for name in (NAME, warmup.NAME))
+    norms = study.read(results / NORM_FILE)
+
+    def text(found: list[study.Verdict]) -> str:
+        arms, each = overview(table, beside), norm_table(norms, table)
+        return "\n\n".join([INTRODUCTION, study.verdicts(found), FIGURE, arms, SECONDARY, each])
+
+    figure = study.Figure(NAME, partial(draw, table, beside, norms), 6.0, 2, shared=False)
+    return study.Section(NAME, tuple(primary(table, beside, norms)), text, (figure,), MINDS)
 
 
 INTRODUCTION = f"""### S1, N1: other initialisations, attention and norms (`{NAME}.py`)
@@ -215,8 +217,10 @@ blocks. N1 is by a rule, not a test: trained models have pre-LN's learning rate 
 FIGURE = f"![Loss over learning rate of post-LN's variants, and update ratios by norm](figures/{NAME}.png)"
 SECONDARY = """N1, number by number. BatchNorm and InstanceNorm are compared with LayerNorm in the bidirectional model;
 there the loss of the gradient ratios is that of every position's own token."""
-CHANGE = """What would change our mind: on S1, longer training of deeper models, for which both were made; on N1,
-verdicts that differ no more once each norm has a learning rate of its own."""
+MINDS = {
+    "S1": "longer training of deeper models, for which both were made",
+    "N1": "verdicts that differ no more once each norm has a learning rate of its own",
+}
 
 
 def draw(table: pd.DataFrame, beside: pd.DataFrame, norms: pd.DataFrame, axes: list[Axes]) -> None:

@@ -10,6 +10,8 @@ a run to --results; tables, figure and findings are made from these rows alone, 
 import argparse
 import math
 import sys
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -41,7 +43,8 @@ def run(options: argparse.Namespace) -> None:
     size = runs.sized(options, SIZE)
     table = runs.collect(options.results, grid(size), options, "Choosing")
     table = runs.collect(options.results, [*grid(size), *confirmations(table)], options, "Confirming")
-    print(findings(table, study.adjusted(primary(table))))
+    shown = section(options.results.parent)
+    print(shown.text(study.adjusted(shown.tests)))
 
 
 def grid(size: dict[str, int], arms: tuple[str, ...] = PLACEMENTS, optimizers: tuple[str, ...] = OPTIMIZERS,
@@ -126,9 +129,15 @@ def overview(table: pd.DataFrame) -> str:
     return study.markdown(head, lines)
 
 
-def findings(table: pd.DataFrame, found: list[study.Verdict]) -> str:
-    """What goes into the README."""
-    return "\n\n".join([INTRODUCTION, study.verdicts(found), FIGURE, overview(table), CHANGE])
+def section(results: Path) -> study.Section:
+    """The study's part of the findings, from its table alone."""
+    table = runs.judged(results / f"{NAME}.csv")
+
+    def text(found: list[study.Verdict]) -> str:
+        return "\n\n".join([INTRODUCTION, study.verdicts(found), FIGURE, overview(table)])
+
+    figure = study.Figure(NAME, partial(draw, table), 8.0, 3, shared=False)
+    return study.Section(NAME, tuple(primary(table)), text, (figure,), MINDS)
 
 
 INTRODUCTION = f"""### W1, W2: warm-up (`{NAME}.py`)
@@ -138,8 +147,10 @@ INTRODUCTION = f"""### W1, W2: warm-up (`{NAME}.py`)
 the arm with warm-up (W2: pre-LN) from a model without blocks. W1 holds only if all six tests do. An arm of which a
 confirmation run failed is judged by the number of failures."""
 FIGURE = f"![Loss over learning rate, with and without warm-up]({'figures/' + NAME}.png)"
-CHANGE = """What would change our mind: longer training, since 600 steps leave post-LN far from its end; a finer grid of
-learning rates; a larger model, where failures set in earlier. A best point at the edge of its grid is marked."""
+MINDS = {
+    "W1": "longer training (600 steps leave post-LN far from its end), a finer grid, or deeper and wider models",
+    "W2": "longer training, or a best point that is not at the edge of its grid",
+}
 
 
 def draw(table: pd.DataFrame, axes: list[Axes]) -> None:
@@ -154,7 +165,7 @@ def draw(table: pd.DataFrame, axes: list[Axes]) -> None:
                 ax.plot(bad["lr"], np.minimum(bad["dev"].fillna(np.inf), each["unigram"].max()), "x", color=colour)
         ax.set_xscale("log")
         ax.set_ylabel(f"{WORDS[optimizer]}\nloss on dev, nats")
-    axes[-1].set_xlabel("learning rate (× failed)")
+        ax.set_xlabel("learning rate (× failed)")
     axes[0].legend(fontsize="small", ncols=2)
 
 

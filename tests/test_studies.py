@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 
 import numpy as np
@@ -187,9 +188,11 @@ def test_a_section_is_replaced_and_nothing_else(study: ModuleType, tmp_path: Pat
         study.write_section(path, "y", "new")
 
 
-def test_the_readme_says_what_the_table_of_gradients_says(study: ModuleType, norms: ModuleType) -> None:
-    table = norms.load(ROOT / "data" / "results" / "gradient_norms.csv")
-    assert study.section(README, "gradient_norms") == norms.findings(table)
+def test_the_readme_says_what_the_tables_say(study: ModuleType) -> None:
+    """Every part of the findings, and the table of all claims, is what `findings.py` makes of data/results/ now."""
+    findings = script("findings")
+    for name, text in findings.texts(findings.read(ROOT / "data" / "results")).items():
+        assert study.section(README, name) == text, name
 
 
 # gradient_norms.py
@@ -296,11 +299,11 @@ def test_ratios_and_verdicts_of_a_table_with_a_known_answer(study: ModuleType, n
         assert np.mean(norms.logs(post, metric)) == pytest.approx(-11 * math.log(2), abs=0.01)
     np.testing.assert_allclose(norms.log_product(post), 11 * math.log(0.4))
     assert np.mean(norms.top_slope(table, "weight")) == pytest.approx(-0.5, abs=0.01)
-    said = norms.findings(table)
+    said = told(norms, table)
     assert re.findall(r"\| (G\d) \| \*\*(\w+)\*\*", said) == [("G1", "supported")] * 2 + [("G2", "supported")] * 2
     assert said.count("(inside)") == 2
     other = table.assign(placement=table["placement"].replace({"pre": "post", "post": "pre"}), skip_attention=0.5)
-    said = norms.findings(other.assign(skip_mlp=0.5))
+    said = told(norms, other.assign(skip_mlp=0.5))
     assert re.findall(r"\| (G\d) \| \*\*(\w+)\*\*", said)[::2] == [("G1", "contradicted"), ("G2", "contradicted")]
 
 
@@ -318,16 +321,32 @@ def made_up(norms: ModuleType) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=norms.COLUMNS)
 
 
+def told(norms: ModuleType, table: pd.DataFrame) -> str:
+    """The part of the README that a table gives."""
+    with TemporaryDirectory() as folder:
+        table.to_csv(Path(folder) / "gradient_norms.csv", index=False)
+        section = norms.section(Path(folder))
+        return section.text(norms.study.adjusted(section.tests))
+
+
 def test_a_small_run_from_the_command_line(
     norms: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A study prints its part; findings.py puts it into the README with its figure, and says what is missing."""
     monkeypatch.setattr(norms, "BATCHES", (2,))
     monkeypatch.setattr(norms, "MAIN", {"text": "manual", "blocks": 2, "sequences": 2})
+    line = ["--depths", "2,3", "--seeds", "2", "--results", str(tmp_path / "gradient_norms.csv"), "--untrained"]
+    assert norms.main(line) == 0
+    said = capsys.readouterr().out
     readme = tmp_path / "README.md"
-    readme.write_text("<!-- gradient_norms: begin -->\n\n<!-- gradient_norms: end -->\n")
-    line = ["--depths", "2,3", "--seeds", "2", "--results", str(tmp_path / "t.csv"), "--figures", str(tmp_path)]
-    assert norms.main([*line, "--readme", str(readme), "--write"]) == 0
-    assert norms.findings(norms.load(tmp_path / "t.csv")) in readme.read_text()
-    assert norms.findings(norms.load(tmp_path / "t.csv")) in capsys.readouterr().out
-    assert (tmp_path / "gradient_norms.png").stat().st_size > 10_000
+    marks = [f"<!-- {name}: begin -->\n\n<!-- {name}: end -->\n" for name in ("claims", "gradient_norms")]
+    readme.write_text("\n".join(marks))
+    findings = script("findings")
+    where = ["--results", str(tmp_path), "--figures", str(tmp_path / "figures"), "--readme", str(readme)]
+    assert findings.main(where) == 0
+    assert "warmup.py has nothing to say yet" in capsys.readouterr().err
+    part = norms.study.section(readme.read_text(), "gradient_norms")
+    assert part in said
+    assert "| W1 |" in norms.study.section(readme.read_text(), "claims")
+    assert (tmp_path / "figures" / "gradient_norms.png").stat().st_size > 10_000
     assert norms.main(["--depths", "1"]) == UsageError.exit_code

@@ -55,8 +55,9 @@ def render(report: Report, name: str, file_format: str = "png", theme: Theme = L
 
 
 def drawn(
-    draw: Callable[[list[Axes]], None], height: float, rows: int = 1, file_format: str = "png", theme: Theme = LIGHT
-) -> bytes:
+    draw: Callable[[list[Axes]], None], height: float, rows: int = 1, file_format: str = "png", theme: Theme = LIGHT,
+    *, shared: bool = True, dpi: int = _DPI,
+) -> bytes:  # fmt: skip
     """What `draw` puts onto its axes, in the style of every figure, as the bytes of a file.
 
     Args:
@@ -65,18 +66,20 @@ def drawn(
         rows: number of axes.
         file_format: `png` or `svg`.
         theme: `LIGHT` or `DARK`.
+        shared: the axes have the same x, which is labelled below the last one.
+        dpi: dots an inch of a png.
     """
     with rc_context(_FILES), sns.axes_style("whitegrid", rc=_style(theme)), sns.plotting_context("paper", rc=_SIZES):
         layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06)
         figure = Figure(figsize=(_WIDTH, height), layout=layout, facecolor=theme.background)
-        axes = list(figure.subplots(rows, 1, sharex=rows > 1, squeeze=False)[:, 0])
+        axes = list(figure.subplots(rows, 1, sharex=shared and rows > 1, squeeze=False)[:, 0])
         draw(axes)
         sns.despine(fig=figure)
-        if rows > 1:
+        if shared and rows > 1:
             axes[0].set_xlabel("")
         buffer = io.BytesIO()
         # no date inside: the same report gives the same bytes
-        figure.savefig(buffer, format=file_format, dpi=_DPI, metadata={"Date": None} if file_format == "svg" else {})
+        figure.savefig(buffer, format=file_format, dpi=dpi, metadata={"Date": None} if file_format == "svg" else {})
     return buffer.getvalue()
 
 
