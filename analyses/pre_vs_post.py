@@ -50,9 +50,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> None:
     size = runs.sized(options, SIZE)
-    table = runs.collect(options.results, grid(size), options, "Choosing")
-    jobs = [*grid(size), *confirmations(table, size)]
-    table = runs.collect(options.results, jobs, options, "Confirming")
+    jobs: list[Run] = []
+    for blocks in depths(size):
+        jobs += grid(size, blocks)
+        table = runs.collect(options.results, jobs, options, f"Choosing, {blocks} blocks")
+        jobs += confirmations(table, blocks, deepest=blocks == depths(size)[0])
+        runs.collect(options.results, jobs, options, f"Confirming, {blocks} blocks")
     by_key = {(job.arm, job.blocks, job.seed): job for job in jobs if job.stage == "confirm" and job.arm in PLACEMENTS}
     depths_path = options.results.with_name(DEPTHS)
     study.collect(depths_path, COLUMNS, list(by_key), lambda *key: depth(by_key[key], options.work))
@@ -70,27 +73,26 @@ def depths(size: dict[str, int]) -> list[int]:
     return [size["blocks"], size["blocks"] // 2]
 
 
-def grid(size: dict[str, int]) -> list[Run]:
+def grid(size: dict[str, int], blocks: int) -> list[Run]:
     """The runs that choose: the same for both placements."""
     scale = size["steps"] / SIZE["steps"]
     return [
         Run("grid", arm, blocks, size["width"], "adamw", lr, round(warmup * scale), size["steps"], 0)
-        for blocks in depths(size)
         for warmup in WARMUPS
         for lr in RATES
         for arm in PLACEMENTS
     ]
 
 
-def confirmations(table: pd.DataFrame, size: dict[str, int]) -> list[Run]:
-    """Fresh seeds: of each at its best, then of each at the best of the other, and the baseline; the shallow last."""
-    deep, shallow = depths(size)
-    best = {(arm, blocks): runs.best(table, arm=arm, blocks=blocks) for arm in PLACEMENTS for blocks in (deep, shallow)}
-    jobs = pairs(best["pre", deep], best["post", deep])
-    for other, arm in (PLACEMENTS, PLACEMENTS[::-1]):
-        jobs += runs.again(best[other, deep], "swapped", SEEDS, arm=arm)
-    jobs += runs.again(best["pre", deep], "confirm", SEEDS, arm="embedding", blocks=1)
-    return jobs + pairs(best["pre", shallow], best["post", shallow])
+def confirmations(table: pd.DataFrame, blocks: int, deepest: bool) -> list[Run]:
+    """Fresh seeds: of each at its best; of the deepest also of each at the best of the other, and the baseline."""
+    best = {arm: runs.best(table, arm=arm, blocks=blocks) for arm in PLACEMENTS}
+    jobs = pairs(best["pre"], best["post"])
+    if deepest:
+        for other, arm in (PLACEMENTS, PLACEMENTS[::-1]):
+            jobs += runs.again(best[other], "swapped", SEEDS, arm=arm)
+        jobs += runs.again(best["pre"], "confirm", SEEDS, arm="embedding", blocks=1)
+    return jobs
 
 
 def pairs(*chosen: pd.Series) -> list[Run]:
