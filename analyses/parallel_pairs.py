@@ -1,0 +1,156 @@
+"""Trained from scratch, are pairs of parallel blocks as good as sequential ones? Claim M3; `merge_twins.py` runs it.
+
+As fixed in `PREREGISTRATION.md`: 12 blocks in parallel pairs, pre-LN and post-LN, the latter with one norm after each
+sum of two branches, and with as many norms as sequential; each on the learning rates of `RATES` with warm-up 500 of
+2,000 steps, then with fresh seeds. Sequential and half as deep models are those of `pre_vs_post.py` with warm-up 500,
+and are trained here where that study confirmed another point of its grid.
+"""
+
+import argparse
+import math
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import runs
+import study
+from matplotlib.axes import Axes
+from runs import Run
+
+from depthprobe.contrast import over_seeds
+from depthprobe.report.panels import LIGHT
+
+NAME, BESIDE = "merge_twins", "pre_vs_post"
+SIZE = {"blocks": 12, "width": 64, "steps": 2000}
+RATES, WARMUP, SEEDS = (3e-4, 1e-3, 3e-3, 1e-2), 500, (1, 2, 3, 4, 5)
+PARALLEL = {"pre-parallel": "pre", "post-parallel": "post", "post-parallel-norms": "post"}
+WORDS = {
+    "pre-parallel": "pre-LN",
+    "post-parallel": "post-LN, one norm a sum",
+    "post-parallel-norms": "post-LN, as many norms",
+}
+LIMIT = 0.1
+
+
+def collect(options: argparse.Namespace) -> None:
+    """All runs of M3: after those of `pre_vs_post.py`."""
+    size = runs.sized(options, SIZE)
+    warmup = round(WARMUP * size["steps"] / SIZE["steps"])
+    jobs = [
+        Run("grid", arm, size["blocks"], size["width"], "adamw", lr, warmup, size["steps"], 0)
+        for lr in RATES for arm in PARALLEL
+    ]  # fmt: skip
+    table = runs.collect(options.results, jobs, options, "Choosing")
+    jobs += [
+        job for seed in SEEDS for arm in PARALLEL for job in runs.again(runs.best(table, arm=arm), "confirm", [seed])
+    ]
+    beside = runs.judged(options.results.with_name(f"{BESIDE}.csv"))
+    for arm in ("pre", "post"):
+        for blocks in (size["blocks"], size["blocks"] // 2):
+            chosen = sequential(beside, arm, blocks)
+            if same(beside, chosen).empty:
+                jobs += runs.again(chosen, "confirm", SEEDS)
+    runs.collect(options.results, jobs, options, "Confirming")
+
+
+def sequential(beside: pd.DataFrame, arm: str, blocks: int) -> pd.Series:
+    """The best point of `pre_vs_post.py`'s grid, of those that the parallel arms have too."""
+    rows = study.arm(beside, stage="grid", arm=arm, blocks=blocks)
+    return runs.lowest(rows[(rows["warmup"] == rows["warmup"].max()) & (rows["lr"] >= min(RATES))])
+
+
+def same(table: pd.DataFrame, chosen: pd.Series) -> pd.DataFrame:
+    """The confirmation runs with this setting, by seed."""
+    keys = {name: chosen[name] for name in ("arm", "blocks", "lr", "warmup", "steps")}
+    return study.arm(table, stage="confirm", **keys).sort_values("seed")
+
+
+# From the tables alone
+
+
+def beside_runs(table: pd.DataFrame, beside: pd.DataFrame, arm: str, blocks: int) -> pd.DataFrame:
+    """The confirmed sequential runs, from whichever table has them."""
+    chosen = sequential(beside, arm, blocks)
+    found = same(beside, chosen)
+    return same(table, chosen) if found.empty else found
+
+
+def primary(table: pd.DataFrame, beside: pd.DataFrame) -> list[study.Test]:
+    """The tests of the preregistration; the post-LN arm with as many norms is secondary."""
+    return [of_arm(table, beside, arm) for arm in ("pre-parallel", "post-parallel")]
+
+
+def of_arm(table: pd.DataFrame, beside: pd.DataFrame, arm: str) -> study.Test:
+    """(parallel − sequential) / (half as deep − sequential) in loss, by seed."""
+    placement = PARALLEL[arm]
+    region = (-LIMIT, LIMIT) if placement == "pre" else (LIMIT, math.inf)
+    predicted = f"within ± {LIMIT}" if placement == "pre" else f"above {LIMIT}"
+    about = f"{WORDS[arm]}: (parallel − sequential) / (half as deep − sequential) in loss; predicted {predicted}"
+    deep = int(table["blocks"].max())
+    parts = [study.arm(table, stage="confirm", arm=arm).sort_values("seed")]
+    parts += [beside_runs(table, beside, placement, blocks) for blocks in (deep, deep // 2)]
+    seeds = [list(part["seed"]) for part in parts]
+    if not seeds[0] or any(each != seeds[0] for each in seeds):
+        return study.Unjudged("M3", about, f"runs are missing: seeds {seeds}")
+    failed = [int((part["status"] == "failed").sum()) for part in parts]
+    if any(failed):
+        return study.Unjudged("M3", about, "failed: {} parallel, {} sequential, {} half as deep".format(*failed))
+    parallel, whole, half = (part["test"].to_numpy() for part in parts)
+    if over_seeds(half - whole).low <= 0:
+        found = study.span(over_seeds(half - whole))
+        return study.Unjudged(
+            "M3", about, f"half as deep is not worse than sequential by more than chance: {found} nats"
+        )
+    return study.Primary("M3", about, tuple((parallel - whole) / (half - whole)), *region, logs=False)
+
+
+def overview(table: pd.DataFrame, beside: pd.DataFrame) -> str:
+    """All arms, in markdown."""
+    head = ["placement", "arm", "warm-up", "failed in the grid", "learning rate", "of the grid", "loss on test",
+            "failed", "seeds", "parameters"]  # fmt: skip
+    deep = int(table["blocks"].max())
+    lines = []
+    for placement in ("pre", "post"):
+        for words, blocks in (("sequential", deep), ("half as deep", deep // 2)):
+            rows = beside_runs(table, beside, placement, blocks)
+            tried = study.arm(beside, stage="grid", arm=placement, blocks=blocks, warmup=beside["warmup"].max())
+            size = f"{rows['parameters'].iloc[0]:,}" if len(rows) else ""
+            lines.append([placement, words, *runs.summary(tried[tried["lr"] >= min(RATES)], rows), size])
+        for arm in (arm for arm, of in PARALLEL.items() if of == placement):
+            tried, rows = (study.arm(table, stage=stage, arm=arm) for stage in ("grid", "confirm"))
+            size = f"{rows['parameters'].iloc[0]:,}" if len(rows) else ""
+            lines.append([placement, f"parallel: {WORDS[arm]}", *runs.summary(tried, rows), size])
+    other = of_arm(table, beside, "post-parallel-norms")
+    return study.markdown(head, lines) + f"\n\nSecondary: {other.sentence}: {study.effect(other)}."
+
+
+def draw(table: pd.DataFrame, beside: pd.DataFrame, axes: list[Axes]) -> None:
+    """Losses of the confirmed runs, a dot a seed."""
+    deep = int(table["blocks"].max())
+    rows = []
+    for place, placement in enumerate(("pre", "post")):
+        for words, blocks in (("sequential", deep), ("half as deep", deep // 2)):
+            rows.append((f"{placement}, {words}", beside_runs(table, beside, placement, blocks), place))
+        rows += [
+            (f"{placement}, parallel" + (", as many norms" if "norms" in arm else ""),
+             study.arm(table, stage="confirm", arm=arm), place)
+            for arm, of in PARALLEL.items() if of == placement
+        ]  # fmt: skip
+    for height, (_, each, place) in enumerate(rows):
+        axes[0].plot(each["test"], np.full(len(each), height), "o", color=LIGHT.lines[place], alpha=0.7, markersize=5)
+    axes[0].set_yticks(range(len(rows)), [words for words, *_ in rows])
+    axes[0].invert_yaxis()
+    axes[0].set_xlabel("loss on test, nats a byte (a dot a seed)")
+
+
+def section_of(results: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Both tables, judged runs included."""
+    return runs.judged(results / f"{NAME}.csv"), runs.judged(results / f"{BESIDE}.csv")
+
+
+INTRODUCTION = f"""### M3: parallel pairs from scratch (`{NAME}.py`)
+
+12 blocks, width 64, 2,000 steps, warm-up {WARMUP}. Losses on the test half, nats a byte, paired by seed. In the ratio,
+0 is as good as sequential and 1 as bad as a model of half the blocks. Parallel and sequential have the same parameters,
+but for post-LN with one norm a sum; half as deep has half of those of the blocks."""
+MIND = "longer training, at which half the depth costs more, or a scale at which parallel blocks are used"
