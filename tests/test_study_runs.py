@@ -1,0 +1,374 @@
+"""The training studies: runs come again, arms are matched, losses are of what they say, verdicts follow the rules."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import torch.nn.functional as F
+
+from depthprobe.contrast import over_seeds
+from depthprobe.errors import CheckpointError, OutputError
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "data" / "results"
+SCORED = 1024
+TABLES = ("warmup", "branch_norm", "pre_vs_post", "merge_twins", "variants", "oscillation")
+
+
+def script(name: str) -> ModuleType:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "analyses"))
+        return importlib.import_module(name)
+
+
+@pytest.fixture(scope="module")
+def runs() -> ModuleType:
+    return script("runs")
+
+
+@pytest.fixture(scope="module")
+def study() -> ModuleType:
+    return script("study")
+
+
+def small(runs: ModuleType, arm: str = "pre", **other: object) -> object:
+    values = {"stage": "confirm", "arm": arm, "blocks": 2, "width": 16, "optimizer": "adamw", "lr": 1e-3, "warmup": 1,
+              "steps": 3, "seed": 1}  # fmt: skip
+    return runs.Run(**values | other)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_sequences(runs: ModuleType) -> object:
+    """Losses of a handful of sequences, and a thread: these are no measurements."""
+    threads = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "SCORED", 32)
+        runs.halves.cache_clear()
+        yield
+    runs.halves.cache_clear()
+    torch.set_num_threads(threads)
+
+
+# Runs
+
+
+def test_a_run_comes_again_to_the_digit(runs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = [small(runs, seed=seed) for seed in (1, 2)]
+    tables = []
+    monkeypatch.setattr(runs, "SCORED", SCORED)  # as many as the workers take
+    runs.halves.cache_clear()
+    monkeypatch.syspath_prepend(str(ROOT / "analyses"))  # which workers take over, as they do from a script
+    for folder, workers in ((tmp_path / "a", 1), (tmp_path / "b", 2)):
+        options = type("Options", (), {"work": folder / "work", "workers": workers})
+        tables.append(runs.collect(folder / "t.csv", jobs, options, "Trying"))
+    pd.testing.assert_frame_equal(*tables)
+    assert tables[0]["dev"].nunique() == 2
+    assert runs.runs_of(tables[0]) == jobs
+    (tmp_path / "a" / "work" / jobs[0].name / "config.json").unlink()
+    with pytest.raises(CheckpointError):
+        runs.model_of(jobs[0], tmp_path / "a" / "work")
+    runs.halves.cache_clear()
+
+
+def test_checkpoints_that_are_gone_are_made_again(runs: ModuleType, tmp_path: Path) -> None:
+    job = small(runs)
+    first = runs.model_of(job, runs.ensure(job, tmp_path / "a").parent)
+    again = runs.model_of(job, runs.ensure(job, tmp_path / "b").parent)
+    assert all(torch.equal(x, y) for x, y in zip(first.parameters(), again.parameters(), strict=True))
+    assert {path.name for path in (tmp_path / "a" / job.name).glob("step-*")} == {f"step-{k}" for k in range(3)}
+    grid = small(runs, stage="grid", seed=0)
+    assert list((runs.ensure(grid, tmp_path / "a")).glob("step-*")) == []
+
+
+def test_losses_are_of_the_two_halves_and_of_no_training_text(runs: ModuleType, tmp_path: Path) -> None:
+    job = small(runs)
+    row = dict(
+        zip(runs.OUTCOMES, runs.outcome(tmp_path, *(getattr(job, name) for name in runs.COLUMNS[:9]))[0], strict=True)
+    )
+    model = runs.model_of(job, tmp_path)
+    for half in ("dev", "test"):
+        ids, _ = runs.halves()[half]
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[:, :-1]
+        plain = F.cross_entropy(logits.double().flatten(0, 1), ids[:, 1:].flatten())
+        assert row[half] == pytest.approx(float(plain), rel=1e-6)
+    assert row["tokens"] == 3 * 16 * 64
+    dev, test = (runs.halves()[half][0].numpy().astype(np.uint16).tobytes() for half in ("dev", "test"))
+    stream = runs.text().stream.astype(np.uint16).tobytes()
+    for part in (dev[:256], dev[-256:], test[:128], test[-128:]):
+        assert part[:128] not in stream
+    assert dev != test
+    counts = np.bincount(runs.text().stream, minlength=runs.text().vocab_size) + 1
+    asked = runs.halves()["dev"][0][:, 1:].numpy()
+    assert runs.unigram() == pytest.approx(-np.log(counts / counts.sum())[asked].mean())
+
+
+def test_a_run_that_learns_nothing_has_failed(runs: ModuleType, tmp_path: Path) -> None:
+    values = [getattr(small(runs), name) for name in runs.COLUMNS[:9]]
+    assert runs.outcome(tmp_path, *values)[0][0] == "failed"  # three steps are not enough
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "FAILED", 10.0)
+        assert runs.outcome(tmp_path, *values)[0][0] == "done"
+
+
+def test_the_baseline_has_no_blocks(runs: ModuleType, tmp_path: Path) -> None:
+    """Its logits are those of embeddings, final norm and head, before and after training."""
+    job = small(runs, "embedding", blocks=1)
+    runs.ensure(job, tmp_path)
+    before, after = runs.model_of(job, tmp_path, 0), runs.model_of(job, tmp_path)
+    ids = torch.randint(0, 200, (2, 64), generator=torch.Generator().manual_seed(0))
+    for model in (before, after):
+        x = model.model.token_embedding(ids) + model.model.position_embedding.weight[:64]
+        torch.testing.assert_close(model(input_ids=ids).logits, model.lm_head(model.model.final_norm(x)))
+    assert not torch.equal(before.lm_head.weight, after.lm_head.weight)
+
+
+def test_equal_gradients(runs: ModuleType, tmp_path: Path) -> None:
+    model = runs.model_of(small(runs), runs.ensure(small(runs), tmp_path).parent).train()
+    ids = torch.randint(0, 200, (2, 64), generator=torch.Generator().manual_seed(0))
+    model(input_ids=ids, labels=ids).loss.backward()
+
+    def sizes() -> list[float]:
+        return [float(sum(w.grad.square().sum() for w in block.parameters())) for block in model.model.blocks]
+
+    before = sizes()
+    directions = [w.grad / w.grad.norm() for w in model.model.blocks[0].parameters()]
+    runs.equalise(model)
+    assert sizes() == pytest.approx([sum(before) / 2] * 2, rel=1e-4)
+    for weight, direction in zip(model.model.blocks[0].parameters(), directions, strict=True):
+        torch.testing.assert_close(weight.grad / weight.grad.norm(), direction)
+    plain, scaled = (runs.ensure(small(runs, arm, lr=0.1), tmp_path) for arm in ("post", "post-equal"))
+    one, other = (runs.load(home, device="cpu", dtype="float32").model for home in (plain, scaled))
+    assert any(not torch.equal(x, y) for x, y in zip(one.parameters(), other.parameters(), strict=True))
+
+
+# Matched arms
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_arms_are_matched(runs: ModuleType, study: ModuleType, name: str) -> None:
+    """Every arm of a table has the same grid, the same tokens and seeds, and parameters that differ by the norms."""
+    path = RESULTS / f"{name}.csv"
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    table = runs.load_table(path)
+    grid = study.arm(table, stage="grid")
+    of = ["arm", "blocks", "optimizer"]
+    points = {
+        key: {tuple(row) for row in rows[["lr", "warmup", "steps", "seed"]].itertuples(index=False)}
+        for key, rows in grid.groupby(of)
+    }
+    for key, mine in points.items():
+        for other, theirs in points.items():
+            if key[1:] == other[1:]:
+                assert mine == theirs, (key, other)
+    whole = table[~table["reason"].str.startswith("diverged")]
+    assert (whole["tokens"] == whole["steps"] * runs.BATCH * runs.TOKENS).all()
+    counts = table[table["arm"] != "embedding"].groupby(["blocks", "width"])["parameters"]
+    assert (counts.max() / counts.min() < 1.01).all()
+    for (_, stage, blocks, optimizer), rows in table[table["stage"] != "grid"].groupby(
+        ["arm", "stage", "blocks", "optimizer"]
+    ):
+        assert rows.groupby(["lr", "warmup"])["seed"].nunique().nunique() == 1, (stage, blocks, optimizer)
+    assert not table.duplicated(list(runs.COLUMNS[:9])).any()
+
+
+def test_the_order_of_the_data_is_by_seed_alone(runs: ModuleType) -> None:
+    assert torch.equal(runs.text().batch(3, 7, 16)[0], runs.text().batch(3, 7, 16)[0])
+    assert not torch.equal(runs.text().batch(3, 7, 16)[0], runs.text().batch(4, 7, 16)[0])
+
+
+def test_what_is_chosen_is_confirmed(runs: ModuleType, study: ModuleType) -> None:
+    """In every committed table, confirmation runs of an arm have a setting of its grid's best, by dev."""
+    path = RESULTS / "pre_vs_post.csv"
+    table = runs.load_table(path)
+    judged = study.arm(table, stage="confirm")
+    judged = judged[judged["arm"] != "embedding"]
+    for (arm, blocks), rows in judged.groupby(["arm", "blocks"]):
+        best = runs.best(table, arm=arm, blocks=blocks)
+        assert {(row.lr, row.warmup) for row in rows.itertuples()} == {(best["lr"], best["warmup"])}
+        assert set(rows["seed"]) & {0} == set()
+
+
+# Rules
+
+
+def made_up(runs: ModuleType, rows: list[dict[str, object]]) -> pd.DataFrame:
+    plain = {
+        "stage": "confirm", "arm": "pre", "blocks": 12, "width": 64, "optimizer": "adamw", "lr": 1e-3, "warmup": 50,
+        "steps": 600, "seed": 1, "status": "done", "dev": 2.0, "test": 2.0, "unigram": 3.1, "parameters": 9,
+        "tokens": 614400, "reason": "",
+    }  # fmt: skip
+    return pd.DataFrame([plain | row for row in rows], columns=runs.COLUMNS)
+
+
+def seeds_of(arm: str, losses: list[float], **other: object) -> list[dict[str, object]]:
+    return [{"arm": arm, "seed": seed, "test": loss} | other for seed, loss in enumerate(losses, 1)]
+
+
+def test_the_lowest_of_a_grid(runs: ModuleType) -> None:
+    rows = [{"lr": 1.0, "dev": 2.5}, {"lr": 2.0, "dev": 2.1}, {"lr": 3.0, "dev": 1.0, "status": "failed"}]
+    assert runs.lowest(made_up(runs, rows))["lr"] == 2.0
+    assert runs.lowest(made_up(runs, [row | {"status": "failed"} for row in rows]))["lr"] == 3.0
+    assert runs.lowest(made_up(runs, [{"lr": 4.0, "dev": math.nan, "status": "failed"}]))["lr"] == 4.0
+    with pytest.raises(OutputError):
+        runs.lowest(made_up(runs, []))
+
+
+def test_a_difference_by_seed_a_margin_and_failures(runs: ModuleType, study: ModuleType) -> None:
+    base = seeds_of("embedding", [2.5] * 5)
+    table = made_up(
+        runs, [*base, *seeds_of("pre", [1.5, 1.6, 1.7, 1.8, 1.9]), *seeds_of("post", [1.6, 1.71, 1.79, 1.9, 2.0])]
+    )
+    pre, post = (study.arm(table, arm=arm) for arm in ("pre", "post"))
+    margin = runs.margin(table, pre)
+    assert margin == pytest.approx(0.08)
+    test = runs.compared("P1", "post − pre", post.sample(frac=1, random_state=0), pre, (margin, math.inf))
+    np.testing.assert_allclose(test.values, [0.1, 0.11, 0.09, 0.1, 0.1])
+    assert study.verdict(test, study.probability(test)) == "supported"
+    assert study.verdict(runs.compared("P1", "", pre, post, (margin, math.inf)), 1.0) == "contradicted"
+    bad = post.assign(status=["failed", *["done"] * 4])
+    assert isinstance(runs.compared("P1", "", bad, pre, (margin, math.inf)), study.Unjudged)
+    counted = runs.compared("W1", "", bad, pre, (margin, math.inf), fails=True)
+    assert (counted.failed, counted.spared, counted.seeds) == (1, 0, 5)
+    assert isinstance(runs.compared("P1", "", post[post["seed"] < 4], pre, (margin, math.inf)), study.Unjudged)
+    assert runs.margin(table, made_up(runs, seeds_of("pre", [3.0] * 5))) == 0.0
+
+
+def test_words_of_tests_that_are_no_means(study: ModuleType) -> None:
+    every = study.Counted("W1", "", 5, 0, 5)
+    assert study.probability(every) == pytest.approx(2 / math.comb(10, 5))
+    assert study.verdict(every, study.probability(every)) == "supported"
+    assert study.verdict(study.Counted("W1", "", 3, 0, 5), 0.17) == "undecided"
+    assert study.verdict(study.Counted("W1", "", 0, 0, 5), 1.0) == "contradicted"
+    assert study.probability(study.Counted("W1", "", 0, 5, 5)) == 1.0
+    assert study.least_effect(every) == "4 failures against 0"  # p = 2 · 5 / 210
+    against = study.Primary("G4", "", (0.01, 0.0, -0.01, 0.02, 0.0), -0.4, 0.4, against=True)
+    assert study.verdict(against, study.probability(against)) == "contradicted"
+    assert study.verdict(against, 0.2) == "undecided"
+    ruled = study.Ruled("N1", "", "supported", "none differs", 5)
+    found = study.adjusted([ruled, every, study.Unjudged("D3", "", "too small")])
+    assert [word for *_, word in found] == ["supported", "supported", study.UNJUDGED]
+    assert found[1][1] == pytest.approx(2 * 2 / math.comb(10, 5))  # of two tests: the rule is none
+    assert study.of_claim(["supported", study.UNJUDGED]) == study.UNJUDGED
+    assert study.of_claim(["undecided", "contradicted", study.UNJUDGED]) == "contradicted"
+
+
+def test_parallel_pairs_on_a_table_with_a_known_answer(runs: ModuleType, study: ModuleType) -> None:
+    pairs = script("parallel_pairs")
+    spread = np.array([0.0, 0.01, -0.01, 0.02, -0.02])
+    beside, table = [], []
+    for arm in ("pre", "post"):
+        for blocks, loss in ((12, 1.5), (6, 1.9)):
+            setting = {"blocks": blocks, "warmup": 500, "steps": 2000, "lr": 3e-3}
+            beside += [{"arm": arm, "stage": "grid", "seed": 0} | setting]
+            beside += seeds_of(arm, list(loss + spread), **setting)
+    for arm, part in (("pre-parallel", 0.04), ("post-parallel", 0.8), ("post-parallel-norms", 0.5)):
+        table += seeds_of(arm, list(1.5 + 0.4 * part + spread * 1.01), warmup=500, steps=2000)
+    beside, table = made_up(runs, beside), made_up(runs, table)
+    pre, post = pairs.primary(table, beside)
+    assert np.mean(pre.values) == pytest.approx(0.04)
+    assert np.mean(post.values) == pytest.approx(0.8)
+    assert [word for *_, word in study.adjusted([pre, post])] == ["supported", "supported"]
+    worse = beside.assign(test=np.where(beside["blocks"] == 6, 1.49, beside["test"]))
+    assert all(isinstance(test, study.Unjudged) for test in pairs.primary(table, worse))
+    assert pairs.sequential(beside, "pre", 12)["lr"] == 3e-3
+
+
+def test_updates_and_shifts_by_hand(runs: ModuleType, tmp_path: Path) -> None:
+    oscillation = script("oscillation")
+    job = small(runs, "post", stage="updates", warmup=0, steps=3)
+    runs.ensure(job, tmp_path)
+    patched = pytest.MonkeyPatch()
+    patched.setattr(oscillation, "FIRST", 2)
+    rows = oscillation.updates(job, tmp_path)
+    patched.undo()
+    old, new = runs.model_of(job, tmp_path, 1), runs.model_of(job, tmp_path, 2)
+    for block in range(2):
+        pairs = [
+            (a, b)
+            for a, b in zip(old.model.blocks[block].parameters(), new.model.blocks[block].parameters(), strict=True)
+            if a.ndim == 2
+        ]
+        moved = math.sqrt(sum(float((b - a).detach().double().square().sum()) for a, b in pairs))
+        size = math.sqrt(sum(float(a.detach().double().square().sum()) for a, _ in pairs))
+        assert (2, block, pytest.approx(moved / size, rel=1e-5)) in rows
+    table = pd.DataFrame(
+        [("post", seed, step, block, 0.01 * 2.0**block) for seed in (1, 2) for step in (1, 2) for block in range(3)],
+        columns=["arm", "seed", "step", "block", "relative"],
+    )
+    np.testing.assert_allclose(oscillation.ratios(table, "post"), [-2 * math.log(2)] * 2)
+    shifts = pd.DataFrame(
+        [("pre", blocks, seed, 0.1 * blocks**0.25) for blocks in (6, 12, 24) for seed in range(2)],
+        columns=["arm", "blocks", "seed", "shift"],
+    )
+    np.testing.assert_allclose(oscillation.exponent(shifts, "pre"), [0.25] * 2)
+
+
+def test_fine_tuning_starts_from_equal_loss(runs: ModuleType, study: ModuleType) -> None:
+    transfer = script("transfer")
+    assert transfer.nearest({100: 2.5, 200: 2.1, 300: 1.9}, 2.05) == 200
+    kept, held = transfer.split()
+    assert not set(kept) & set(held)
+    assert len(held) == -(-(len(kept) + len(held)) // transfer.EVERY)
+    rows = [
+        {"arm": arm, "seed": seed, "lr": lr, "step": 1, "level": 2.0, "pretrained": 2.0, "before": 2.0,
+         "dev": loss + lr, "test": loss + 0.01 * (seed % 2)}
+        for arm, loss in (("pre", 1.8), ("post", 1.7), ("embedding", 2.4))
+        for lr in (1e-4, 1e-3) for seed in range(1, 6)
+    ]  # fmt: skip
+    table = pd.DataFrame(rows)
+    (test,) = transfer.primary(table)
+    assert over_seeds(test.values).value == pytest.approx(-0.1)
+    assert test.high == pytest.approx(-0.06)
+    assert study.verdict(test, study.probability(test)) == "supported"
+    assert set(transfer.chosen(table, "pre")["lr"]) == {1e-4}
+
+
+def test_what_branch_norm_leaves_of_the_stream(runs: ModuleType, tmp_path: Path) -> None:
+    """The coefficient is 1 by algebra; an entropy against a plain softmax."""
+    branch = script("branch_norm")
+    model = runs.model_of(small(runs, "branch-qk"), runs.ensure(small(runs, "branch-qk"), tmp_path).parent)
+    rows = branch.measure(model, 0)
+    assert rows[-1][-1] == pytest.approx(1.0, abs=1e-5)
+    ids = torch.randint(0, 200, (2, 64), generator=torch.Generator().manual_seed(0))
+    x = model.model.token_embedding(ids) + model.model.position_embedding.weight[:64]
+    attention = model.model.blocks[0].attention
+    heads = attention.qkv(x).view(2, 64, 3, 4, 4)
+    q, k = attention.query_norm(heads[:, :, 0]), attention.key_norm(heads[:, :, 1])
+    found = []
+    for batch in range(2):
+        for head in range(4):
+            for t in range(1, 64):
+                weights = torch.softmax(k[batch, : t + 1, head] @ q[batch, t, head] / 2.0, dim=0)
+                found.append(float(-(weights * weights.log()).sum()) / math.log(t + 1))
+    with torch.no_grad():
+        assert branch.entropy(attention, x) == pytest.approx(float(np.mean(found)), rel=1e-4)
+
+
+def test_the_same_verdicts_for_another_norm(study: ModuleType) -> None:
+    variants = script("variants")
+    one = next(each for each in variants.criteria() if each.claim == "R2")
+    arms = [
+        f"{placement}{suffix}"
+        for placement in ("pre", "post")
+        for suffix in ("", "-rms", "-masked", "-batch", "-instance")
+    ]
+    rows = [
+        (arm, seed, claim, name, value + 0.01 * seed)
+        for arm in arms for seed in range(1, 6)
+        for claim, name, value in ((one.claim, one.sentence, 0.5), ("G2", "median", 0.0))
+    ]  # fmt: skip
+    norms = pd.DataFrame(rows, columns=variants.COLUMNS)
+    words = variants.words_of(norms)
+    assert len(words) == 12
+    assert all(ours == theirs == "supported" for *_, ours, theirs in words)
+    other = norms.assign(value=np.where((norms["arm"] == "pre-rms") & (norms["claim"] == "R2"), 2.0, norms["value"]))
+    assert [what for what, *_, ours, theirs in variants.words_of(other) if ours != theirs] == ["RMSNorm, pre"]
