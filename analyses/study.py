@@ -107,7 +107,6 @@ def collect(
     todo = [job for job in jobs if tuple(map(text_of, job)) not in done]
     with errors_of(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    step(len(jobs) - len(todo), len(jobs))
     with _pool(workers if len(todo) > 1 else 1) as run_all:
         for count, (job, found) in enumerate(zip(todo, run_all(_Measured(measure), todo), strict=True), 1):
             buffer = io.StringIO()
