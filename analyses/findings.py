@@ -13,6 +13,8 @@ from pathlib import Path
 
 import branch_norm
 import gradient_norms
+import growth
+import merge_twins
 import pre_vs_post
 import study
 import transfer
@@ -23,7 +25,9 @@ from depthprobe.criteria import CLAIMS
 from depthprobe.errors import DepthprobeError
 from depthprobe.progress import say
 
-STUDIES = (gradient_norms, warmup, branch_norm, pre_vs_post, transfer, variants)  # in the order of the README
+STUDIES = (  # in the order of the README
+    gradient_norms, warmup, branch_norm, pre_vs_post, growth, merge_twins, transfer, variants,
+)  # fmt: skip
 TABLE = "claims"
 
 
