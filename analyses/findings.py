@@ -16,6 +16,7 @@ import gradient_norms
 import growth
 import merge_twins
 import pre_vs_post
+import real_checkpoints
 import study
 import transfer
 import variants
@@ -27,6 +28,7 @@ from depthprobe.progress import say
 
 STUDIES = (  # in the order of the README
     gradient_norms, warmup, branch_norm, pre_vs_post, growth, merge_twins, transfer, variants,
+    real_checkpoints,
 )  # fmt: skip
 TABLE = "claims"
 

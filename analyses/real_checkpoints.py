@@ -1,7 +1,6 @@
 """What of published findings on layers repeats on SmolLM2-135M and MiniLM, offline?
 
     python analyses/real_checkpoints.py             # some ten minutes on one core, after `make weights`
-    python analyses/real_checkpoints.py --write     # the same, and findings and figure into analyses/
 
 Fixed in `PREREGISTRATION.md`: top-1 agreement after deleting or swapping one middle block (Lad et al. 2024); the
 rankings by block influence (Men et al. 2024) and by angular distance (Gromov et al. 2024) against the measured cost of
@@ -12,7 +11,7 @@ published value, its setting, ours with an interval over documents, and whether 
 Three measurements a model, each a job: `removal` runs it without each block, with each two neighbours swapped and
 without each run of a fifth of its blocks; `order` changes the middle half; `states` watches the unmodified model. Rows
 go to --results after each job; a run that was stopped goes on after the last one. Table, figure and findings are made
-from these rows alone.
+from these rows alone, and into the README by `findings.py`.
 """
 
 import argparse
@@ -70,9 +69,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sequences", type=int, default=SEQUENCES, help="how many (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a sequence (default: %(default)s)")
     parser.add_argument("--results", type=Path, default=Path(f"data/results/{NAME}.csv"), help="the table")
-    parser.add_argument("--figures", type=Path, default=Path("analyses/figures"), help="where --write puts the figure")
-    parser.add_argument("--readme", type=Path, default=Path("analyses/README.md"), help="what --write changes")
-    parser.add_argument("--write", action="store_true", help="put the findings into the README")
     options = parser.parse_args(argv)
     try:
         run(options)
@@ -87,11 +83,7 @@ def run(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)  # sums of several threads differ in their last bits
     with Bar("Measuring", len(jobs), "measurements") as step:
         study.collect(options.results, COLUMNS, jobs, measured, step)
-    part = section(options.results.parent, options.results.name)
-    print(part.text([]))
-    if options.write:
-        study.write_section(options.readme, NAME, part.text([]))
-        study.write_figures(part, options.figures)
+    print(section(options.results.parent, options.results.name).text([]))
 
 
 def plan(options: argparse.Namespace) -> list[tuple[str, str, int, int]]:

@@ -51,9 +51,8 @@ def small(scripts: tuple[ModuleType, ModuleType], tmp_path_factory: pytest.TempP
     )  # fmt: skip
     shake(T.BertModel(config)).save_pretrained(home / ENCODER)
     byte_tokenizer(positions=32).save_pretrained(home / ENCODER)
-    (home / "README.md").write_text("<!-- real_checkpoints: begin -->\n\n<!-- real_checkpoints: end -->\n")
     with tiny(real, home):
-        assert real.main([*line(home), "--write"]) == 0
+        assert real.main(line(home)) == 0
     yield home
     real.opened.cache_clear()
 
@@ -68,8 +67,7 @@ def tiny(real: ModuleType, home: Path) -> Iterator[None]:
 
 
 def line(home: Path) -> list[str]:
-    paths = {"--results": home / "t.csv", "--figures": home, "--readme": home / "README.md"}
-    return ["--sequences", "5", "--tokens", "16", *(str(word) for pair in paths.items() for word in pair)]
+    return ["--sequences", "5", "--tokens", "16", "--results", str(home / "t.csv")]
 
 
 def model(scripts: tuple[ModuleType, ModuleType], home: Path, name: str) -> Any:
@@ -89,10 +87,11 @@ def test_the_run_writes_table_figure_and_section(scripts: tuple[ModuleType, Modu
     assert counts[ENCODER, "removal"] == 4 + 3 + 3
     assert counts[DECODER, "order"] == counts[ENCODER, "order"] == 4 + 2
     assert counts[DECODER, "states"] == 9
-    section = (small / "README.md").read_text()
     with tiny(real, small):
-        assert real.findings(table) in section
-    assert section.count("| **not comparable**: ") == len(scripts[1].FINDINGS) + 1  # all of the encoder's, and one more
+        section = real.section(small, "t.csv")
+        said = section.text([])
+        real.study.write_figures(section, small)
+    assert said.count("| **not comparable**: ") == len(scripts[1].FINDINGS) + 1  # all of the encoder's, and one more
     assert (small / "real_checkpoints.png").stat().st_size > 20_000
 
 
