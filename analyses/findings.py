@@ -30,7 +30,8 @@ STUDIES = (  # in the order of the README
     gradient_norms, warmup, branch_norm, pre_vs_post, growth, merge_twins, transfer, variants,
     real_checkpoints,
 )  # fmt: skip
-TABLE = "claims"
+TABLE, HEADLINE = "claims", "findings"
+THESIS = ("R1", "R2", "M1", "M2", "M3", "D1")  # what "pre-LN adds width, not depth" rests on
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=Path("data/results"), help="the tables (default: %(default)s)")
     parser.add_argument("--figures", type=Path, default=Path("analyses/figures"), help="where the figures go")
     parser.add_argument("--readme", type=Path, default=Path("analyses/README.md"), help="what is rewritten")
+    parser.add_argument("--headline", type=Path, default=Path("README.md"), help="where the headline is rewritten")
     options = parser.parse_args(argv)
     try:
         run(options)
@@ -51,6 +53,7 @@ def run(options: argparse.Namespace) -> None:
     sections = read(options.results)
     for name, text in texts(sections).items():
         study.write_section(options.readme, name, text)
+    study.write_section(options.headline, HEADLINE, headline(sections))
     for each in sections:
         study.write_figures(each, options.figures)
     say(f"Wrote {options.readme} and {sum(len(each.figures) for each in sections)} figures to {options.figures}.")
@@ -99,6 +102,35 @@ def claims(sections: Sequence[study.Section], found: Sequence[study.Verdict]) ->
     head = ["claim", "what it says", "verdict", "what was found [95 % interval over seeds]", "seeds", "figure",
             "what would change our mind"]  # fmt: skip
     return f"Holm's correction is over {tests} primary tests.\n\n{study.markdown(head, rows)}"
+
+
+def headline(sections: Sequence[study.Section]) -> str:
+    """What the project's README says: how the claims came out, those that its thesis rests on first."""
+    found = study.adjusted([test for each in sections for test in each.tests])
+    words: dict[str, str] = {}
+    for name in dict.fromkeys(test.claim for test, *_ in found):
+        words[name] = study.of_claim([word for test, _, word in found if test.claim == name])
+    say_of = {claim.name: claim.sentence.rstrip(".") for claim in CLAIMS}
+    rows = [[f"{say_of[name]} ({name})", f"**{words[name]}**"] for name in THESIS if name in words]
+    rows += [[f"{say_of[claim.name]} ({claim.name})", words[claim.name]] for claim in CLAIMS
+             if claim.name in words and claim.name not in THESIS]  # fmt: skip
+    counts = [(word, [name for name in words if words[name] == word]) for word in ORDER]
+    tally = ", ".join(f"{len(names)} {word}" for word, names in counts if names)
+    open_ = len(CLAIMS) - len(words)
+    rest = f"; {open_} are not tested yet" if open_ else ""
+    text = (
+        f"Of {len(CLAIMS)} claims of two widely read notes on layer normalisation, tested on models of width 64 trained\n"
+        f"here: {tally}{rest}. A mean that points the right way supports nothing; verdicts are by\n"
+        "the tests of `analyses/PREREGISTRATION.md`, after Holm's correction. Every run, the failed ones too, is in\n"
+        "`data/results/`. Effects, intervals and what would change our mind:\n"
+        "[analyses/README.md](analyses/README.md#findings)."
+    )
+    figures = [FIGURE] if any(each.name == "growth" for each in sections) else []
+    return "\n\n".join([text, study.markdown(["claim", "verdict"], rows), *figures])
+
+
+ORDER = ("supported", "contradicted", "undecided", study.UNJUDGED)
+FIGURE = "![How the stream grows and neighbouring states differ, over depth](analyses/figures/growth.png)"
 
 
 if __name__ == "__main__":

@@ -191,8 +191,10 @@ def test_a_section_is_replaced_and_nothing_else(study: ModuleType, tmp_path: Pat
 def test_the_readme_says_what_the_tables_say(study: ModuleType) -> None:
     """Every part of the findings, and the table of all claims, is what `findings.py` makes of data/results/ now."""
     findings = script("findings")
-    for name, text in findings.texts(findings.read(ROOT / "data" / "results")).items():
+    sections = findings.read(ROOT / "data" / "results")
+    for name, text in findings.texts(sections).items():
         assert study.section(README, name) == text, name
+    assert study.section((ROOT / "README.md").read_text(), "findings") == findings.headline(sections)
 
 
 # gradient_norms.py
@@ -343,10 +345,13 @@ def test_a_small_run_from_the_command_line(
     readme.write_text("\n".join(marks))
     findings = script("findings")
     where = ["--results", str(tmp_path), "--figures", str(tmp_path / "figures"), "--readme", str(readme)]
+    (tmp_path / "top.md").write_text("<!-- findings: begin -->\n\n<!-- findings: end -->\n")
+    where += ["--headline", str(tmp_path / "top.md")]
     assert findings.main(where) == 0
     assert "warmup.py has nothing to say yet" in capsys.readouterr().err
     part = norms.study.section(readme.read_text(), "gradient_norms")
     assert part in said
     assert "| W1 |" in norms.study.section(readme.read_text(), "claims")
+    assert "tested yet" in (tmp_path / "top.md").read_text()
     assert (tmp_path / "figures" / "gradient_norms.png").stat().st_size > 10_000
     assert norms.main(["--depths", "1"]) == UsageError.exit_code
