@@ -119,8 +119,8 @@ def headline(sections: Sequence[study.Section]) -> str:
     open_ = len(CLAIMS) - len(words)
     rest = f"; {open_} are not tested yet" if open_ else ""
     text = (
-        f"Of {len(CLAIMS)} claims of two widely read notes on layer normalisation, tested on models of width 64 trained\n"
-        f"here: {tally}{rest}. A mean that points the right way supports nothing; verdicts are by\n"
+        f"Of {len(CLAIMS)} claims of two widely read notes on layer normalisation, tested on models of width 64\n"
+        f"trained here: {tally}{rest}. A mean that points the right way supports nothing; verdicts are by\n"
         "the tests of `analyses/PREREGISTRATION.md`, after Holm's correction. Every run, the failed ones too, is in\n"
         "`data/results/`. Effects, intervals and what would change our mind:\n"
         "[analyses/README.md](analyses/README.md#findings)."
