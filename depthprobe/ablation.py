@@ -172,6 +172,8 @@ def run_ablations(
         "seconds": swept.seconds,
         "notes": swept.notes,
     }
+    if swept.fetched is not None:
+        merging["fetched"] = vars(swept.fetched)
     if swept.later is not None:
         merging["later"] = plain_table(swept.later.frame(resampler))
     return Ablations(table(swept, resampler), merging, swept)

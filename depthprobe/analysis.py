@@ -203,6 +203,7 @@ def build_report(
             "forward_passes": measured.forward_passes,
             "block_evaluations": measured.block_evaluations,
             "seconds": measured.seconds,
+            **({} if measured.fetched is None else {"fetched": vars(measured.fetched)}),
         },
         run={
             "command": command or _python_call(checkpoint, options),
@@ -255,7 +256,7 @@ def _describe_model(checkpoint: Checkpoint, anatomy: Anatomy) -> dict[str, Any]:
         "revision": checkpoint.revision,
         "architecture": checkpoint.architecture,
         "parameters": checkpoint.parameters,
-        "fingerprint": fingerprint(checkpoint.model),
+        "fingerprint": fingerprint(checkpoint.model, checkpoint.offload),
         "dtype": str(checkpoint.dtype).removeprefix("torch."),
         "device": str(checkpoint.device),
         "blocks": len(anatomy.stream),

@@ -57,7 +57,7 @@ def _gains(block: nn.Module, width: int) -> set[str]:
     return {name for name, found in shapes.items() if found == [(width,)]} - _norms(block).keys()
 
 
-def find_branches(stream: Stream, entry: Entry, tolerance: float) -> tuple[Block, ...]:
+def find_branches(stream: Stream, entry: Entry, xs: Sequence[Tensor], tolerance: float) -> tuple[Block, ...]:
     """Conclude the branches of every block from one run on a small batch.
 
     A block is explained where its output can be written as the block's input plus one or two tensors seen inside
@@ -66,13 +66,13 @@ def find_branches(stream: Stream, entry: Entry, tolerance: float) -> tuple[Block
     Args:
         stream: the model.
         entry: a small batch, already entered.
+        xs: its states x_0 … x_L.
         tolerance: largest relative error of an explanation; the rounding of the model's dtype.
 
     Returns:
         One `Block` each; its `branches` are empty where no explanation was found.
     """
     with torch.no_grad():
-        xs = list(stream.states(entry))
 
         def look(index: int) -> _Seen:
             return _Seen(stream, entry, index, xs[index], xs[index + 1], tolerance)
@@ -80,8 +80,9 @@ def find_branches(stream: Stream, entry: Entry, tolerance: float) -> tuple[Block
         found: list[tuple[Branch, ...]] = []
         known: list[tuple[Branch, ...]] = []
         for index in range(len(stream)):
-            seen = look(index)
-            branches = _first(seen, known) or seen.search()
+            with stream.resident(index):
+                seen = look(index)
+                branches = _first(seen, known) or seen.search()
             if branches and branches not in known:
                 known.append(branches)
                 known.sort(key=len, reverse=True)
@@ -90,7 +91,8 @@ def find_branches(stream: Stream, entry: Entry, tolerance: float) -> tuple[Block
         for index, branches in enumerate(found):
             fuller = [other for other in known if len(other) > len(branches)]
             if fuller:
-                found[index] = _first(look(index), fuller) or branches
+                with stream.resident(index):
+                    found[index] = _first(look(index), fuller) or branches
     kinds = [type(module).__name__ for module in stream.blocks.modules]
     return tuple(Block(i, kind, branches) for i, (kind, branches) in enumerate(zip(kinds, found, strict=True)))
 

@@ -119,12 +119,13 @@ def find_blocks(checkpoint: Checkpoint, inputs: Tensor) -> BlockList:
 def call_model(checkpoint: Checkpoint, inputs: Tensor) -> Any:
     """The model's own forward pass on ids or states, without a cache."""
     model = checkpoint.model
-    if checkpoint.inputs == "states":
-        return model(inputs if _takes_batch_first(model) else inputs.transpose(0, 1))
-    if not checkpoint.is_hf:
-        return model(inputs)
-    keywords = {"use_cache": False} if _accepts(model, "use_cache") else {}
-    return model(input_ids=inputs, **keywords)
+    with checkpoint.outside():
+        if checkpoint.inputs == "states":
+            return model(inputs if _takes_batch_first(model) else inputs.transpose(0, 1))
+        if not checkpoint.is_hf:
+            return model(inputs)
+        keywords = {"use_cache": False} if _accepts(model, "use_cache") else {}
+        return model(input_ids=inputs, **keywords)
 
 
 def model_output(output: Any, batch_first: bool = True) -> Tensor:

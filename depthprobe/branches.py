@@ -65,10 +65,11 @@ class Reader:
     def visit(self, entry: Entry, index: int, x: Tensor) -> Visit:
         """Apply block `index` to any state `[batch, tokens, width]`."""
         self._seen.clear()
-        z = self.stream.run(entry, index, x)
-        branches: dict[str, tuple[Tensor, Tensor]] = {
-            b.unit: (self._state(b, index, x), self._update(b, x)) for b in self.blocks[index].branches
-        }
+        with self.stream.resident(index):
+            z = self.stream.run(entry, index, x)
+            branches: dict[str, tuple[Tensor, Tensor]] = {
+                b.unit: (self._state(b, index, x), self._update(b, x)) for b in self.blocks[index].branches
+            }
         self._seen.clear()
         sums = bool(branches) and all(
             b.norm is None and b.gain is None and b.skip_scale == 1.0 for b in self.blocks[index].branches
@@ -90,8 +91,8 @@ class Reader:
 
     def _outside(self, tensor: Tensor, x: Tensor) -> Tensor:
         if tensor.ndim == 3 and not self.stream.blocks.batch_first:
-            return tensor.transpose(0, 1)
-        return tensor.reshape(x.shape)  # some MLPs flatten batch and tokens
+            return tensor.transpose(0, 1).to(x.device)
+        return tensor.reshape(x.shape).to(x.device)  # some MLPs flatten batch and tokens
 
     def _before(self, tap: Tap) -> Any:
         def hook(module: torch.nn.Module, args: Any, kwargs: Any) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -25,19 +27,13 @@ from depthprobe.formats import (
     refuse_unsupported,
     undisturbed,
 )
+from depthprobe.offload import Offload
+from depthprobe.placement import Placing, device_named, dtype_named, size_in_words
 
 __all__ = ["Checkpoint", "Inputs", "Objective", "load"]
 
 Inputs = Literal["ids", "states"]
 
-_DTYPES = {
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-}
 _PICKLES = (".pt", ".pth")
 _FILES = (".gguf", *_PICKLES, ".bin", ".safetensors")
 _LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length")
@@ -59,6 +55,7 @@ class Checkpoint:
         vocab_size: the number of ids that the embedding takes, None for states.
         max_positions: the longest sequence in tokens, None where there is no limit or none is known.
         notes: plain sentences for the report.
+        offload: fetches weights where they do not fit; None where all are in memory and nothing limits it.
     """
 
     model: nn.Module
@@ -72,6 +69,7 @@ class Checkpoint:
     vocab_size: int | None
     max_positions: int | None
     notes: tuple[str, ...]
+    offload: Offload | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -91,7 +89,16 @@ class Checkpoint:
     @property
     def parameters(self) -> int:
         """The number of parameters, tied ones counted once."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
+        return self.offload.parameters if self.offload else sum(p.numel() for p in self.model.parameters())
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether no weight has to be fetched."""
+        return self.offload is None or not self.offload.any
+
+    def outside(self) -> AbstractContextManager[None]:
+        """A context in which the weights outside of the blocks are there, wherever they are kept."""
+        return self.offload.outside() if self.offload else nullcontext()
 
     @property
     def architecture(self) -> str:
@@ -115,6 +122,9 @@ def load(
     attn_implementation: str | None = None,
     inputs: Inputs | None = None,
     objective: Objective | Literal["auto"] | None = "auto",
+    device_map: str | Mapping[str, Any] | None = None,
+    max_memory: str | Mapping[Any, Any] | None = None,
+    offload_folder: str | Path | None = None,
 ) -> Checkpoint:
     """Open a checkpoint.
 
@@ -133,12 +143,19 @@ def load(
             `nn.Embedding`, ids for all others.
         objective: "causal", "masked" or None for no language-model head; "auto" concludes it. It stays None for
             modules that are not of transformers.
+        device_map: "auto", "balanced", "balanced_low_0", "sequential" or module → device, as in transformers: where
+            the weights of a hub id or a directory go. Those that do not fit are fetched while blocks run.
+        max_memory: what this process may take, such as `{0: "20GiB", "cpu": "60GiB"}` or "0=20GiB,cpu=60GiB". Weights
+            get what states and activations leave. A device that is not named is not used, but for the disk.
+        offload_folder: for weights on disk that have to be written anew; safetensors are read where they are.
 
     Raises:
         UsageError: an argument makes no sense here.
         CheckpointError: the checkpoint cannot be found, read or trusted.
     """
-    wanted = _dtype(dtype)
+    wanted, placing = dtype_named(dtype), Placing.of(device_map, max_memory, offload_folder)
+    if placing is not None and device != "auto":
+        raise UsageError(f"--device {device} was asked for beside a map of devices", fix="leave one of the two out")
     if inputs not in (None, *get_args(Inputs)):
         raise UsageError(f"inputs={inputs!r}", "ids or states")
     if objective not in ("auto", None, *get_args(Objective)):
@@ -146,18 +163,20 @@ def load(
     if isinstance(spec, Checkpoint | nn.Module):
         if revision or attn_implementation:
             raise UsageError("a revision or an attention kernel was asked for a model that is already in memory")
+        if placing is not None:
+            raise UsageError("a map of devices was asked for a model that is already in memory", "a hub id or a path")
         if isinstance(spec, Checkpoint):
             checkpoint = spec
             checkpoint.model.eval()
         else:
             checkpoint = _wrap(spec)
-        _move(checkpoint.model, wanted, None if device == "auto" else _device(device), checkpoint.source)
+        _move(checkpoint.model, wanted, None if device == "auto" else device_named(device), checkpoint.source)
         changes: dict[str, Any] = {} if objective == "auto" else {"objective": objective}
     else:
-        place = _device(device)
-        options = Options(wanted, revision, trust_remote_code, attn_implementation, objective)
+        place = device_named(device)
+        options = Options(wanted, revision, trust_remote_code, attn_implementation, objective, placing)
         checkpoint = _open(spec, options)
-        if place != checkpoint.device:
+        if placing is None and place != checkpoint.device:
             _move(checkpoint.model, None, place, checkpoint.source)
         changes = {}
     if inputs is not None:
@@ -189,6 +208,8 @@ def _open_path(path: Path, options: Options) -> tuple[str, str, Opened]:
     path = path.resolve()
     if path.is_dir():
         return path.name, "directory", open_pretrained(str(path), options, local=True)
+    if options.placing is not None:
+        raise UsageError(f"a map of devices was asked for {path.name}", "a checkpoint in transformers' format")
     if path.suffix == ".gguf":
         return path.stem, "gguf", open_gguf(path, options)
     if path.suffix in _PICKLES:
@@ -253,6 +274,10 @@ def _describe(opened: Opened, *, name: str, source: str, kind: str) -> Checkpoin
     states = isinstance(model, nn.TransformerEncoder) or not any(isinstance(m, nn.Embedding) for m in model.modules())
     is_hf = isinstance(model, transformers.PreTrainedModel)
     inputs: Inputs = "states" if states and not is_hf else "ids"
+    offload, remarks = Offload.of(model, opened.room), getattr(getattr(model, "config", None), "lab_remarks", ())
+    if offload is not None:
+        where = ", ".join(f"{size_in_words(size)} {place}" for place, size in sorted(offload.places.items()))
+        remarks = (*remarks, f"weights are placed: {where}")
     return Checkpoint(
         model=model.eval(),
         tokenizer=opened.tokenizer,
@@ -264,7 +289,8 @@ def _describe(opened: Opened, *, name: str, source: str, kind: str) -> Checkpoin
         objective=opened.objective,
         vocab_size=_vocabulary(model) if inputs == "ids" else None,
         max_positions=_max_positions(model),
-        notes=(*opened.notes, *getattr(getattr(model, "config", None), "lab_remarks", ())),
+        notes=(*opened.notes, *remarks),
+        offload=offload,
     )
 
 
@@ -308,33 +334,10 @@ def _tokenizer(source: str | Path) -> Any:
 
 
 def _move(model: nn.Module, dtype: torch.dtype | None, device: torch.device | None, source: str) -> None:
+    if dtype is None and device is None:
+        return
     try:
         model.to(device=device, dtype=dtype)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         reason = str(error).strip().split("\n")[0]
         raise CheckpointError(f"{source} cannot be moved to {device or dtype}: {reason}") from error
-
-
-def _dtype(name: str | torch.dtype) -> torch.dtype | None:
-    """The dtype of that name, None for "auto"."""
-    if name == "auto":
-        return None
-    known = name if isinstance(name, torch.dtype) else _DTYPES.get(str(name).removeprefix("torch."))
-    if known not in _DTYPES.values():
-        raise UsageError(f"dtype {str(name)!r}", f"auto, {', '.join(_DTYPES)}")
-    return known
-
-
-def _device(name: str | torch.device) -> torch.device:
-    """The device of that name, which must be there."""
-    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-    if name == "auto":
-        return torch.device("cuda" if cuda else "mps" if mps else "cpu")
-    try:
-        device = torch.device(name)
-    except (RuntimeError, TypeError) as error:
-        raise UsageError(f"device {str(name)!r}", "auto, cpu, cuda, cuda:N or mps") from error
-    there = {"cpu": 1, "cuda": torch.cuda.device_count() if cuda else 0, "mps": int(mps)}
-    if (device.index or 0) >= there.get(device.type, 0):
-        raise UsageError(f"device {str(name)!r} is not on this machine", "auto or cpu", "torch sees no such GPU")
-    return device

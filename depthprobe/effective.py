@@ -21,6 +21,7 @@ from depthprobe.depth.phases import phases
 from depthprobe.depth.suite import ESTIMATORS, Ran, chosen, run_estimators, weight
 from depthprobe.errors import DepthprobeError, UsageError
 from depthprobe.estimate import Interval, plain_table
+from depthprobe.offload import refuse_offloaded
 from depthprobe.prepare import prepare
 from depthprobe.report import Report
 from depthprobe.report.words import FEW
@@ -178,6 +179,7 @@ def run_effective(
     anatomy: Anatomy, corpus: Corpus, plan: Plan, settings: DepthSettings, progress: Progress | None = None
 ) -> Effective:
     """Estimate the depth of a verified model, then of its controls; see `effective_depth`."""
+    refuse_offloaded(anatomy.stream.checkpoint.offload, "effective depth was asked")
     started, names = time.perf_counter(), chosen(plan.estimators)
     counted = [name for name in names if ESTIMATORS[name].metrics]  # the others have no row to compare
     units = len(units_of(anatomy, plan.unit))

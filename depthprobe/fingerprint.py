@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
+from depthprobe.offload import Offload
+
 __all__ = ["digest", "fingerprint"]
 
 
-def fingerprint(model: nn.Module) -> str:
+def fingerprint(model: nn.Module, offload: Offload | None = None) -> str:
     """A hash of a model's weights, from a sample and the sum of each tensor.
 
     The sum notices one changed weight, the sample changed places; hashing every byte would take as long as a sweep.
+
+    Args:
+        model: the module.
+        offload: fetches its weights one by one, where they are not in memory.
     """
     found = hashlib.sha256()
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    named: Iterable[tuple[str, Tensor]] = (*model.named_parameters(), *model.named_buffers())
+    for name, tensor in named if offload is None else offload.tensors():
         values = tensor.detach().flatten()
         values = values.cpu() if values.device.type == "mps" else values  # which has no float64
         sample = values[:: max(1, values.numel() // 64)].double().cpu().numpy()

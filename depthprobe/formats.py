@@ -20,6 +20,7 @@ import transformers
 from torch import nn
 
 from depthprobe.errors import CheckpointError, DepthprobeError
+from depthprobe.placement import Placing, unmapped
 
 __all__ = [
     "Objective",
@@ -51,6 +52,7 @@ class Options:
         trust_remote_code: run Python code that comes with the checkpoint.
         attn_implementation: transformers' name of the attention kernel; None lets transformers choose.
         objective: the head to open, None for no head; "auto" concludes it from the checkpoint.
+        placing: where the weights go; None for one device.
     """
 
     dtype: torch.dtype | None = None
@@ -58,17 +60,19 @@ class Options:
     trust_remote_code: bool = False
     attn_implementation: str | None = None
     objective: Objective | Literal["auto"] | None = "auto"
+    placing: Placing | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Opened:
-    """A model read from disk, on the CPU."""
+    """A model read from disk, on the CPU or where it was to be placed; `room` is what that left for activations."""
 
     model: nn.Module
     tokenizer: Any | None
     objective: Objective | None
     revision: str | None
     notes: tuple[str, ...]
+    room: int | None = None
 
 
 def open_pretrained(source: str, options: Options, *, local: bool) -> Opened:
@@ -91,12 +95,18 @@ def open_pretrained(source: str, options: Options, *, local: bool) -> Opened:
         objective = options.objective
         if objective == "auto":
             objective = objective_of((config.architectures or [""])[0], config)
-        model, notes, headless = _open_class(source, objective, arguments, may_lose_head=options.objective == "auto")
+        room = None
+        if options.placing is not None:
+            placed, room = options.placing.arguments(_factory(objective), config, options.dtype, trust)
+            arguments |= placed
+        with contextlib.nullcontext() if room is None else unmapped():
+            free = options.objective == "auto"
+            model, notes, headless = _open_class(source, objective, arguments, may_lose_head=free)
         if not config.architectures and options.objective == "auto":
             notes = ("config.json names no architecture: opened without a head", *notes)
         tokenizer, more = read_tokenizer(source, config=config, trust_remote_code=trust, **where)
     revision = None if local else file.parent.name  # the hub's cache has a folder for each commit
-    return Opened(model, tokenizer, None if headless else objective, revision, (*notes, *more))
+    return Opened(model, tokenizer, None if headless else objective, revision, (*notes, *more), room)
 
 
 def objective_of(architecture: str, config: Any) -> Objective | None:
@@ -189,6 +199,9 @@ def explained(what: str, problem: str, fix: str | None = None) -> Iterator[None]
         if "trust_remote_code" in str(error):
             fix = "--trust-remote-code (trust_remote_code=True in Python) runs that code: read it first"
             raise CheckpointError(f"{what} needs Python code that comes with it", fix=fix) from error
+        if "offload_folder" in str(error):
+            problem = "some weights have to be written anew to be fetched one by one"
+            raise CheckpointError(f"{what}: {problem}", fix="--offload-folder says where") from error
         raise CheckpointError(f"{what}: {problem}: {first_line(error)}", fix=fix) from error
 
 
@@ -306,8 +319,7 @@ def _open_class(
     source: str, objective: Objective | None, arguments: dict[str, Any], *, may_lose_head: bool
 ) -> tuple[nn.Module, tuple[str, ...], bool]:
     """The model with the head of that objective, notes, and whether the head had to be left out."""
-    factories = {"causal": transformers.AutoModelForCausalLM, "masked": transformers.AutoModelForMaskedLM}
-    factory = factories[objective] if objective else transformers.AutoModel
+    factory = _factory(objective)
     model, missing, notes = load_weights(factory, source, source, **arguments)
     prefix = f"{model.base_model_prefix}."
     headless = bool(objective and may_lose_head and missing and not any(name.startswith(prefix) for name in missing))
@@ -320,6 +332,12 @@ def _open_class(
         missing = set()
     require(missing, source, model)
     return model, notes, headless
+
+
+def _factory(objective: Objective | None) -> Any:
+    """transformers' auto class for the head of that objective."""
+    factories = {"causal": transformers.AutoModelForCausalLM, "masked": transformers.AutoModelForMaskedLM}
+    return factories[objective] if objective else transformers.AutoModel
 
 
 def some(names: Iterable[str], limit: int = 3) -> str:

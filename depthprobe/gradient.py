@@ -20,6 +20,7 @@ from depthprobe.errors import DepthprobeError, UsageError
 from depthprobe.estimate import Interval, PerSequence, Resampler
 from depthprobe.fresh import fresh_twin
 from depthprobe.glossary import METRICS
+from depthprobe.offload import refuse_offloaded
 from depthprobe.prepare import prepare
 from depthprobe.probes.gradients import Cotangent, StateNorms, backpropagate, differentiable, graph_bytes
 from depthprobe.probes.weights import POOLED, Key, Weights, groups_that_fit
@@ -163,6 +164,7 @@ def run_gradients(
     anatomy: Anatomy, corpus: Corpus, settings: GradientSettings, progress: Progress | None = None
 ) -> Gradients:
     """Take the gradients of a verified model on a corpus; see `gradients`."""
+    refuse_offloaded(anatomy.stream.checkpoint.offload, "gradients were asked for")
     cotangents = settings.cotangents(anatomy, corpus)
     notes = list(cotangents.notes)
     started, count, models = time.perf_counter(), corpus.sequences, max(1, settings.fresh)

@@ -1,11 +1,17 @@
-"""The measuring loop: every batch goes through the blocks once, and all probes ride on that pass."""
+"""The measuring loop: every batch goes through the blocks once, and all probes ride on that pass.
+
+Where weights have to be fetched, the loop over blocks is outside and that over batches inside.
+"""
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -14,12 +20,14 @@ from depthprobe.branches import Reader
 from depthprobe.corpus import Corpus
 from depthprobe.errors import UsageError
 from depthprobe.estimate import PerSequence
+from depthprobe.offload import Fetched, OnDisk
 from depthprobe.probes.base import Batch, Probe, Step
 from depthprobe.probes.growth import Growth, Sink
 from depthprobe.probes.interaction import Interaction
 from depthprobe.probes.kept import Pooled, analyze_kept, rounding_floors
 from depthprobe.probes.lens import Lens
 from depthprobe.probes.similarity import KeptStates, Similarity
+from depthprobe.stream import Stream
 from depthprobe.verify import Anatomy
 
 __all__ = ["Measured", "Progress", "Settings", "measure"]
@@ -91,6 +99,7 @@ class Measured:
     forward_passes: float
     seconds: float
     notes: list[str] = field(default_factory=list)
+    fetched: Fetched | None = None
 
 
 def measure(anatomy: Anatomy, corpus: Corpus, settings: Settings, progress: Progress | None = None) -> Measured:
@@ -117,6 +126,7 @@ def measure(anatomy: Anatomy, corpus: Corpus, settings: Settings, progress: Prog
     growth, similarity = Growth(means, width), Similarity(means)
     budget = settings.keep_positions or max(3072, 6 * width)
     kept = KeptStates(count, corpus.tokens, settings.skip_first, budget, settings.seed)
+    parts = _parts(anatomy, corpus, settings, kept)
     probes: list[Probe] = [growth, similarity, kept]
     notes: list[str] = []
     if settings.interaction and len(stream) > 1:
@@ -127,45 +137,125 @@ def measure(anatomy: Anatomy, corpus: Corpus, settings: Settings, progress: Prog
         notes.append("The logit lens was left out: the readout of a position depends on other positions.")
     elif settings.lens_positions:
         targets = anatomy.objective == "causal"
-        probes.append(Lens(means, count, settings.lens_positions, targets))
+        probes.append(Lens(means, count, settings.lens_positions, targets, _positions_at_once(stream)))
         if not targets:
             notes.append("lens_loss was left out: a masked model is run unmasked, where its target is its own input.")
 
-    started, evaluations = time.perf_counter(), 0
-    step = settings.batch_size or max(1, TOKENS_AT_ONCE // corpus.tokens)
-    device = stream.checkpoint.device
+    started, offload = time.perf_counter(), stream.checkpoint.offload
+    before = 0 if offload is None else offload.fetched
+    reads = any(isinstance(probe, Lens) for probe in probes)
+    batches = [slice(start, min(start + parts.batch, count)) for start in range(0, count, parts.batch)]
+    chunks = [batches[start : start + parts.batches] for start in range(0, len(batches), parts.batches)]
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
+        if parts.on_disk:
+            kept.states = OnDisk(Path(stack.enter_context(TemporaryDirectory())))
         reader = stack.enter_context(Reader(stream, anatomy.blocks))
-        for start in range(0, count, step):
-            indices = np.arange(start, min(start + step, count))
-            inputs = corpus.inputs[start : start + step]
-            entry = stream.enter(inputs.to(device, stream.checkpoint.dtype if corpus.is_states else inputs.dtype))
-            batch = Batch(reader, entry, indices, settings.skip_first, settings.seed)
-            for probe in probes:
-                probe.begin(batch)
-            x = entry.x
+        for chunk in chunks:
+            with stream.checkpoint.outside():
+                runs = [_Run(reader, corpus, rows, settings, probes) for rows in chunk]
             for layer in range(len(stream)):
-                visit = reader.visit(entry, layer, x)
-                seen = Step(layer, x, visit.z, visit.update, visit.branches)
-                for probe in probes:
-                    probe.see(batch, seen)
-                x = visit.z
-            for probe in probes:
-                probe.end(batch)
-            evaluations += len(stream) + (2 * (len(stream) - 1) if settings.interaction else 0)
+                # A block's weights are fetched once, if at all, for all batches that wait for it.
+                with stream.resident(layer):
+                    for run in runs:
+                        run.step(layer)
+                done = sum(rows.stop - rows.start for rows in chunk) * (layer + 1) // len(stream)
+                if progress is not None and len(chunk) > 1 and layer + 1 < len(stream):
+                    progress(chunk[0].start + done, count)
+            with stream.checkpoint.outside() if reads else nullcontext():
+                while runs:
+                    runs.pop(0).end()
             if progress is not None:
-                progress(min(start + step, count), count)
+                progress(chunk[-1].stop, count)
         pooled, left_out = analyze_kept(kept, means)
         floors = rounding_floors(kept, settings.seed)
+    further = 2 * (len(stream) - 1) if settings.interaction else 0
     return Measured(
         means,
         similarity.pairs,
         pooled,
         sorted(growth.sinks.values(), key=lambda sink: sink.position),
         floors,
-        evaluations,
+        len(batches) * (len(stream) + further),
         settings.passes(len(stream)),
         time.perf_counter() - started,
         notes + left_out,
+        _fetched(stream, before, len(chunks), len(batches), settings.interaction, 1 + reads),
+    )
+
+
+class _Run:
+    """A batch on its way through the blocks, with probes of its own that share what they collect."""
+
+    def __init__(
+        self, reader: Reader, corpus: Corpus, rows: slice, settings: Settings, probes: Sequence[Probe]
+    ) -> None:
+        stream, inputs = reader.stream, corpus.inputs[rows]
+        entry = stream.enter(
+            inputs.to(stream.checkpoint.device, stream.checkpoint.dtype if corpus.is_states else inputs.dtype)
+        )
+        indices = np.arange(rows.start, rows.stop)
+        self.batch = Batch(reader, entry, indices, settings.skip_first, settings.seed)
+        self.probes = [copy.copy(probe) for probe in probes]
+        self.x = entry.x
+        for probe in self.probes:
+            probe.begin(self.batch)
+
+    def step(self, layer: int) -> None:
+        """Run a block and show it to the probes."""
+        x = self.batch.reader.stream.at(layer, self.x)
+        visit = self.batch.reader.visit(self.batch.entry, layer, x)
+        seen = Step(layer, x, visit.z, visit.update, visit.branches)
+        for probe in self.probes:
+            probe.see(self.batch, seen)
+        self.x = visit.z
+
+    def end(self) -> None:
+        """The last block has run."""
+        for probe in self.probes:
+            probe.end(self.batch)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """How the corpus is divided: sequences of a batch, batches that wait together; whether kept states go to disk."""
+
+    batch: int
+    batches: int = 1
+    on_disk: bool = False
+
+
+def _parts(anatomy: Anatomy, corpus: Corpus, settings: Settings, kept: KeptStates) -> _Parts:
+    """As much at once as memory allows: all that wait are fetched for together."""
+    stream, offload, most = anatomy.stream, anatomy.stream.checkpoint.offload, max(1, TOKENS_AT_ONCE // corpus.tokens)
+    if offload is None:
+        return _Parts(settings.batch_size or most)
+    layers, width = len(stream) + 1, stream.blocks.width
+    sample = kept.bytes(layers, width)
+    on_disk, works = sample > offload.room // 4, stream.working_bytes(corpus.tokens)
+    room = offload.room - (0 if on_disk else sample)
+    batch = settings.batch_size or max(1, min(most, room // 4 // works))
+    # The states of all layers wait for the angles between all, and those that the lens reads for the head.
+    read = min(1.0, settings.lens_positions / (corpus.sequences * corpus.tokens))
+    each = (8 + layers * (1 + read)) * corpus.tokens * width * 4
+    together = max(1, int((room - batch * works) // (batch * each))) if offload.any else 1
+    return _Parts(batch, together, on_disk)
+
+
+def _positions_at_once(stream: Stream) -> int:
+    """How many positions the lens reads out together: 256, or what a quarter of a limited memory holds logits of."""
+    offload = stream.checkpoint.offload
+    return 256 if offload is None else min(256, offload.room // (4 * 24 * (stream.checkpoint.vocab_size or 1)))
+
+
+def _fetched(stream: Stream, before: int, chunks: int, batches: int, interaction: bool, outside: int) -> Fetched | None:
+    """What the run fetched; `outside` is how often a chunk, or a batch, needs the weights outside of the blocks."""
+    offload = stream.checkpoint.offload
+    if offload is None or not offload.any:
+        return None
+    sizes = [offload.size(block) for block in stream.blocks.modules]
+    again = 2 * sum(sizes[1:]) if interaction else 0
+    rest = outside * offload.outside_size
+    return Fetched(
+        offload.fetched - before, chunks * (sum(sizes) + rest), batches * (sum(sizes) + again + rest), chunks
     )

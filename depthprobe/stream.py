@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,11 @@ class Stream:
     def __len__(self) -> int:
         return len(self.blocks)
 
+    def resident(self, *indices: int) -> AbstractContextManager[None]:
+        """A context in which the weights of these blocks are there; each is fetched once, if it has to be fetched."""
+        offload = self.checkpoint.offload
+        return nullcontext() if offload is None else offload.resident(*(self.blocks.modules[i] for i in indices))
+
     def enter(self, inputs: Tensor) -> Entry:
         """Embed a batch and collect the arguments of every block, at the cost of the embedding alone."""
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -90,9 +95,10 @@ class Stream:
             kwargs = {**kwargs, slot: inner}
         if self.blocks.carried:
             args, kwargs = self._with_beside(args, kwargs, x)
-        output = (module or self.blocks.modules[index])(*args, **kwargs)
+        with self.resident(index):
+            output = (module or self.blocks.modules[index])(*args, **kwargs)
         container, _, place = self.blocks.returns
-        z = self._outside(output if container is None else output[place])
+        z = self._outside(output if container is None else output[place]).to(x.device)
         if self.blocks.carried:
             self._beside[z] = tuple(output[other] for other, _ in self.blocks.carried)
         return z
@@ -148,6 +154,18 @@ class Stream:
         for index in range(len(self)):
             x = self.run(entry, index, x)
             yield x
+
+    def working_bytes(self, tokens: int) -> int:
+        """About what one sequence of so many tokens takes while a block runs on it and its states are measured."""
+        widest = max((max(p.shape, default=1) for p in self.blocks.modules[0].parameters()), default=1)
+        config = getattr(self.checkpoint.model, "config", None)
+        heads = getattr(config and config.get_text_config(), "num_attention_heads", 1)
+        return 4 * tokens * (3 * widest + 24 * self.blocks.width + 2 * heads * tokens)
+
+    def at(self, index: int, x: Tensor) -> Tensor:
+        """The state on the device where block `index` runs, with what was handed on with it."""
+        device = next((p.device for p in self.blocks.modules[index].parameters()), x.device)
+        return x if device.type == "meta" or device == x.device else self.inherit(x.to(device), x)
 
     def _outside(self, x: Tensor) -> Tensor:
         """Between the model's axes and `[batch, tokens, width]`; its own inverse."""

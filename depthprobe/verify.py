@@ -88,7 +88,8 @@ def open_stream(checkpoint: Checkpoint, inputs: Tensor) -> Anatomy:
     with torch.no_grad():
         stream = _guarded(checkpoint, inputs)
         entry = stream.enter(inputs)
-        _check_finite(stream, entry)
+        xs = list(stream.states(entry))
+        _check_finite(xs)
         own = stream.forward(inputs)
         if not bool(torch.isfinite(own).all()):
             raise NonFiniteError(
@@ -96,7 +97,7 @@ def open_stream(checkpoint: Checkpoint, inputs: Tensor) -> Anatomy:
                 "finite values",
                 "the weights of its final norm or head may be damaged; try --dtype float32",
             )
-        again = stream.readout(_last(stream, entry), inputs)
+        again = stream.readout(xs[-1], inputs)
         model = Check(
             "blocks", "the blocks, run one by one, give the model's own output", worst(again, own), limit, "model"
         )
@@ -108,7 +109,7 @@ def open_stream(checkpoint: Checkpoint, inputs: Tensor) -> Anatomy:
                 "this architecture is not supported; please report it",
             )
         notes: list[str] = []
-        blocks = find_branches(stream, entry, tolerance=1e-2 if limit == 1e-2 else 5e-5)
+        blocks = find_branches(stream, entry, xs, tolerance=1e-2 if limit == 1e-2 else 5e-5)
         checks = [model]
         missing = [block.index for block in blocks if not block.branches]
         if missing:
@@ -127,7 +128,7 @@ def open_stream(checkpoint: Checkpoint, inputs: Tensor) -> Anatomy:
                     f"The branches that were found rebuild the blocks only to {check.value:.1e}: they were dropped, "
                     "and results are given for whole blocks."
                 )
-        apart = _reads_apart(stream, entry, inputs, own)
+        apart = _reads_apart(stream, xs[-1], inputs, own)
         checks.append(
             Check(
                 "readout",
@@ -137,7 +138,7 @@ def open_stream(checkpoint: Checkpoint, inputs: Tensor) -> Anatomy:
                 "readout",
             )
         )
-        causal = _is_causal(stream, inputs, limit)
+        causal = _is_causal(stream, xs[-1], inputs, limit)
         if stream.blocks.carried:
             notes.append(
                 "Beside the stream, each block hands on what the next one uses, such as attention scores: under a "
@@ -169,8 +170,8 @@ def _guarded(checkpoint: Checkpoint, inputs: Tensor) -> Stream:
     return stream
 
 
-def _check_finite(stream: Stream, entry: Entry) -> None:
-    for block, x in enumerate(stream.states(entry), start=-1):
+def _check_finite(xs: list[Tensor]) -> None:
+    for block, x in enumerate(xs, start=-1):
         wrong = (~torch.isfinite(x).all(dim=-1)).nonzero()
         if len(wrong):
             dtype = str(x.dtype).removeprefix("torch.")
@@ -198,27 +199,27 @@ def _reconstruct(stream: Stream, entry: Entry, blocks: tuple[Block, ...], limit:
     with Reader(stream, blocks) as reader:
         x = entry.x
         for block, module in zip(blocks, stream.blocks.modules, strict=True):
-            visit = reader.visit(entry, block.index, x)
-            total = x
-            for branch in block.branches:
-                s, u = visit.branches[branch.unit]
-                if branch.parallel:
-                    total = s if total is x else total
-                    total = total + u
-                else:
-                    largest = max(largest, worst(branch.skip(module, total), s))
-                    total = s + u
-                if branch.norm is not None:
-                    total = module.get_submodule(branch.norm)(total)
+            with stream.resident(block.index):
+                visit = reader.visit(entry, block.index, x)
+                total = x
+                for branch in block.branches:
+                    s, u = visit.branches[branch.unit]
+                    if branch.parallel:
+                        total = s if total is x else total
+                        total = total + u
+                    else:
+                        largest = max(largest, worst(branch.skip(module, total), s))
+                        total = s + u
+                    if branch.norm is not None:
+                        total = module.get_submodule(branch.norm)(total)
             if block.branches:
                 largest = max(largest, worst(total, visit.z))
             x = visit.z
     return Check("branches", "the branches, added to the stream, give each block's output", largest, limit, "sublayers")
 
 
-def _reads_apart(stream: Stream, entry: Entry, inputs: Tensor, own: Tensor) -> float:
+def _reads_apart(stream: Stream, last: Tensor, inputs: Tensor, own: Tensor) -> float:
     """How much the readout of a position depends on where the position stands and on what stands around it."""
-    last = _last(stream, entry)
     order = torch.randperm(last.shape[1], generator=torch.Generator().manual_seed(0)).to(last.device)
     # Half of them: a norm over positions treats all alike, but not each as if it were alone.
     order = order[: (len(order) + 1) // 2]
@@ -228,7 +229,7 @@ def _reads_apart(stream: Stream, entry: Entry, inputs: Tensor, own: Tensor) -> f
     return worst(shuffled, own[:, order]) if alike else float("inf")
 
 
-def _is_causal(stream: Stream, inputs: Tensor, limit: float) -> bool:
+def _is_causal(stream: Stream, last: Tensor, inputs: Tensor, limit: float) -> bool:
     """Whether a change of the last position leaves the last state of all earlier ones as it was."""
     if inputs.shape[1] < 2:
         return True
@@ -237,8 +238,7 @@ def _is_causal(stream: Stream, inputs: Tensor, limit: float) -> bool:
     changed[:, -1] = inputs[:, 0] if bool((inputs[:, 0] != inputs[:, -1]).all()) else inputs[:, -1] * 0
     if torch.equal(changed, inputs):
         changed[:, -1] = inputs[:, -1] + 1
-    a, b = (_last(stream, stream.enter(t))[:, :-1] for t in (inputs, changed))
-    return worst(a, b) <= limit
+    return worst(last[:, :-1], _last(stream, stream.enter(changed))[:, :-1]) <= limit
 
 
 def _objective(checkpoint: Checkpoint, own: Tensor, width: int, causal: bool) -> Literal["causal", "masked"] | None:

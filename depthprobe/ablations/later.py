@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import pandas as pd
 import torch
@@ -34,14 +36,14 @@ class Later:
         self.blocks, self.skip_first = blocks, skip_first
         self.columns = {name: np.full((sequences, blocks, blocks), np.nan) for name in STATISTICS}
         self._rows: NDArray[np.int64] = np.arange(0)
-        self._spine: list[Tensor] = []
+        self._spine: Sequence[Tensor] | Mapping[int, Tensor] = []
 
     def begin(self, rows: NDArray[np.int64]) -> None:
         """The sequences of the batch that is run next."""
         self._rows = rows
 
-    def spine(self, states: list[Tensor]) -> None:
-        """Its unmodified states x_0 … x_L, `[batch, tokens, width]`."""
+    def spine(self, states: Sequence[Tensor] | Mapping[int, Tensor]) -> None:
+        """Its unmodified states x_0 … x_L, `[batch, tokens, width]`; before and after a block, when it is seen."""
         self._spine = states
 
     def see(self, skipped: int, block: int, x: Tensor, z: Tensor) -> None:

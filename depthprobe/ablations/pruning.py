@@ -26,6 +26,7 @@ from depthprobe.corpus import Corpus
 from depthprobe.errors import CheckpointError, OutputError, UsageError, VerificationError
 from depthprobe.formats import undisturbed
 from depthprobe.measure import Settings, measure
+from depthprobe.offload import refuse_offloaded
 from depthprobe.verify import Anatomy, floor, worst
 
 __all__ = ["Choice", "choose_drops", "layer_ranges", "order_of", "timed_forwards", "write_pruned"]
@@ -140,6 +141,7 @@ def write_pruned(anatomy: Anatomy, schedule: Schedule, folder: Path, inputs: Ten
         VerificationError: what was written does not give the schedule's output; nothing is left behind.
     """
     checkpoint = anatomy.stream.checkpoint
+    refuse_offloaded(checkpoint.offload, "a checkpoint with other blocks was asked for")
     order = order_of(schedule)
     if not order:
         raise UsageError("the schedule drops every block", "at least one")

@@ -15,22 +15,22 @@ import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 
-from depthprobe.ablations.effects import Reference, Scored
+from depthprobe.ablations.batch import Batch, Part, mask_token, scored_batch, scores
 from depthprobe.ablations.later import Later, reason_against
-from depthprobe.ablations.schedule import Schedule
-from depthprobe.ablations.store import Store
+from depthprobe.ablations.outer import Plan, Walk
+from depthprobe.ablations.schedule import Schedule, unmodified
+from depthprobe.ablations.store import Store, step_of
 from depthprobe.ablations.sweep import Trie, planned_evaluations, run_batch
 from depthprobe.ablations.units import Units
 from depthprobe.corpus import Corpus
-from depthprobe.errors import NonFiniteError, UsageError
+from depthprobe.errors import UsageError
 from depthprobe.fingerprint import digest, fingerprint
-from depthprobe.probes.base import key_rng
+from depthprobe.offload import MEMORY, Fetched, Window
 from depthprobe.verify import Anatomy
 
 __all__ = ["SweepSettings", "Swept", "scored_batch", "sweep"]
 
 Progress = Callable[[int, int], None]
-MEMORY = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class SweepSettings:
         score_positions: share of the predicted positions that are scored, drawn by (seed, sequence).
         seed: of that draw.
         batch_size: sequences at once; None for what `memory` allows, at most about 2,048 tokens.
-        memory: bytes that states and logits of one batch may take.
+        memory: bytes that states and logits of one batch may take; a limit of the whole process goes before it.
     """
 
     score_positions: float = 1.0
@@ -68,12 +68,29 @@ class SweepSettings:
         """The batch size: resolved once, since what is resumed must have the same."""
         if self.batch_size is not None:
             return self.batch_size
-        fit = self.memory // self.bytes_of_sequence(anatomy, corpus)
+        offload, each = anatomy.stream.checkpoint.offload, self.bytes_of_sequence(anatomy, corpus)
+        if offload is not None:
+            each += anatomy.stream.working_bytes(corpus.tokens)
+        fit = self.memory // each if offload is None else offload.room // 2 // each
         return int(max(1, min(fit, max(1, 2048 // corpus.tokens))))
 
-    def bytes_of_sequence(self, anatomy: Anatomy, corpus: Corpus) -> int:
-        """About what a sequence takes, however many schedules there are: the walk of the trie keeps one path."""
-        states = (len(anatomy.stream) + 4) * corpus.tokens * anatomy.stream.blocks.width * 4
+    def batches_at_once(self, anatomy: Anatomy, corpus: Corpus, plan: Plan, batch: int) -> int:
+        """How many batches can wait for a block together, with all states that the plan keeps."""
+        stream, offload = anatomy.stream, anatomy.stream.checkpoint.offload
+        assert offload is not None
+        state = batch * corpus.tokens * stream.blocks.width * 4
+        room = offload.room - batch * (self.bytes_of_sequence(anatomy, corpus, 4) + stream.working_bytes(corpus.tokens))
+        return int(max(1, room // ((plan.waiting + 3) * state)))
+
+    def bytes_of_sequence(self, anatomy: Anatomy, corpus: Corpus, states: int | None = None) -> int:
+        """About what a sequence takes, however many schedules there are: the walk of the trie keeps one path.
+
+        Args:
+            anatomy: the model.
+            corpus: how long a sequence is.
+            states: how many are kept; a path of the walk by default.
+        """
+        states = (states or len(anatomy.stream) + 4) * corpus.tokens * anatomy.stream.blocks.width * 4
         scored = max(1, round(self.score_positions * (corpus.tokens - 1)))
         # Two copies of the unmodified predictions are kept, and a chunk of positions is in the air.
         logits = 2 * scored * (anatomy.stream.checkpoint.vocab_size or 0) * 4
@@ -94,6 +111,7 @@ class Swept:
         seconds: wall-clock time, of this process.
         notes: sentences on this run.
         later: what single skips did to later blocks' updates, where that was asked for and can be told.
+        fetched: bytes of weights that were fetched, by this process; None where all are in memory.
     """
 
     schedules: list[Schedule]
@@ -105,6 +123,7 @@ class Swept:
     seconds: float
     notes: list[str] = field(default_factory=list)
     later: Later | None = None
+    fetched: Fetched | None = None
 
 
 def sweep(
@@ -138,126 +157,104 @@ def sweep(
     settings.check()
     if not schedules:
         raise UsageError("there is no schedule to run", "at least one")
-    step = settings.sequences_at_once(anatomy, corpus)
-    shared, plain = planned_evaluations(schedules, len(anatomy.stream))
-    chunks = -(-corpus.sequences // step)
+    stream, offload = anatomy.stream, anatomy.stream.checkpoint.offload
+    # What memory allows may differ a little when a run goes on: the folder says what was decided.
+    decided = step_of(resume) if resume and offload and settings.batch_size is None else None
+    step = decided or settings.sequences_at_once(anatomy, corpus)
+    shared, plain = planned_evaluations(schedules, len(stream))
+    rows = [slice(start, min(start + step, corpus.sequences)) for start in range(0, corpus.sequences, step)]
+    parts: dict[int, Part] = {}
     kept = 0
 
     def tick(made: int) -> None:
         if progress is not None:
-            progress(kept * shared + made, chunks * shared)
+            progress(kept * shared + made, len(rows) * shared)
 
     units = Units(anatomy, tick)
     for schedule in schedules:
         units.check(schedule)
     store = None if resume is None else Store(resume, _identity(anatomy, corpus, schedules, settings, step, unigram))
-    trie = Trie.of(schedules)
-    started, parts = time.perf_counter(), []
-    stream, device = anatomy.stream, anatomy.stream.checkpoint.device
+    started, fetched = time.perf_counter(), offload.fetched if offload else 0
     watched = skip_first is not None and not reason_against(anatomy, corpus.tokens, skip_first)
     later = Later(len(stream), corpus.sequences, skip_first or 0) if watched else None
-    for start in range(0, corpus.sequences, step):
-        stop = min(start + step, corpus.sequences)
-        part = None if store is None else store.load(start)
-        if part is None:
-            inputs = corpus.inputs[start:stop]
-            inputs = inputs.to(device, stream.checkpoint.dtype if corpus.is_states else inputs.dtype)
-            part = _chunk(units, trie, schedules, inputs, np.arange(start, stop), settings, unigram, later)
+    if store is not None:
+        parts = {batch.start: part for batch in rows if (part := store.load(batch.start)) is not None}
+        kept = len(parts)
+    todo = [batch for batch in rows if batch.start not in parts]
+    plan = Plan.of(schedules, len(stream)) if offload and offload.any else None
+    together = 1 if plan is None else settings.batches_at_once(anatomy, corpus, plan, step)
+    chunks = [todo[start : start + together] for start in range(0, len(todo), together)]
+    for chunk in chunks:
+        found = _chunk(units, schedules, chunk, corpus, settings, unigram, later, plan)
+        for batch, part in zip(chunk, found, strict=True):
+            parts[batch.start] = part
             if store is not None:
-                store.save(start, part)
-        else:
-            kept += 1
-        parts.append(part)
-    whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+                store.save(batch.start, part)
+    whole = {name: np.concatenate([parts[batch.start][name] for batch in rows]) for name in parts[0]}
     base, to_unigram = whole.pop("base_loss", None), whole.pop("unigram_kl", None)
     return Swept(
         schedules,
         whole,
         base,
         to_unigram,
-        shared * chunks,
-        plain * chunks,
+        kept * shared + units.evaluations,
+        plain * len(rows),
         time.perf_counter() - started,
         _notes(anatomy) + _tight(anatomy, corpus, settings),
         later,
+        None if plan is None else _fetched(anatomy, schedules, plan, fetched, len(chunks), len(todo)),
     )
 
 
 def _chunk(
     units: Units,
-    trie: Trie,
     schedules: list[Schedule],
-    inputs: Tensor,
-    sequences: NDArray[np.int64],
+    rows: list[slice],
+    corpus: Corpus,
     settings: SweepSettings,
     unigram: Tensor | None,
     later: Later | None,
-) -> dict[str, NDArray[np.float64]]:
-    stream = units.stream
-    if later is not None:
-        later.begin(sequences)
-    scored, inputs = scored_batch(units.anatomy, inputs, sequences, settings.score_positions, settings.seed)
-
-    def reference(last: Tensor) -> Reference | None:
-        return None if scored is None else Reference(stream, last, scored, unigram)
-
-    def direction(layer: int, like: Tensor) -> Tensor:
-        drawn = [key_rng(settings.seed, int(s), (1 << 22) + layer).standard_normal(like.shape[1:]) for s in sequences]
-        vector = torch.from_numpy(np.stack(drawn)).to(like.device, like.dtype)
-        return vector / torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
-
+    plan: Plan | None,
+) -> list[Part]:
+    """Every schedule on some batches: by the plan, if weights have to be fetched, or one batch after another."""
+    stream, share, seed = units.stream, settings.score_positions, settings.seed
+    batches = (Batch(units, corpus, part, share, seed, unigram, later) for part in rows)
     with torch.no_grad():
-        effects, score = run_batch(units, stream.enter(inputs), trie, reference, direction, later)
-    part = {name: np.stack([effects[i][name] for i in range(len(schedules))], axis=1) for name in effects[0]}
-    for name, values in part.items():
-        if not np.isfinite(values).all():
-            schedule = schedules[int(np.argwhere(~np.isfinite(values))[0, 1])]
-            raise NonFiniteError(f"{name} of the schedule {schedule} is not finite", "finite effects", "try float32")
-    if score is None:
-        return part
-    part["base_loss"] = score.base_loss()
-    to_unigram = score.unigram_kl()
-    return part if to_unigram is None else part | {"unigram_kl": to_unigram}
+        if plan is None:
+            trie = Trie.of(schedules)
+            ran = ((one, run_batch(units, one.entry, trie, one.reference, one.direction, one.later)) for one in batches)
+            return [one.part(*effects, schedules) for one, effects in ran]
+        with stream.checkpoint.outside():
+            waiting = [(one, Walk(units, one.entry, plan, one.direction, one.later)) for one in batches]
+        with Window(stream.resident, plan.window) as window:
+            for visit in plan.visits:
+                window.fetch(visit.block)
+                for _, walk in waiting:
+                    walk.visit(visit)
+        with stream.checkpoint.outside():
+            return [one.part(*walk.effects(one.reference), schedules) for one, walk in waiting]
 
 
-def scored_batch(
-    anatomy: Anatomy, inputs: Tensor, sequences: NDArray[np.int64], share: float, seed: int
-) -> tuple[Scored | None, Tensor]:
-    """The positions of a batch that are scored, None without a head to score with, and the inputs, masked if need be.
-
-    Args:
-        anatomy: the model.
-        inputs: ids `[batch, tokens]` or states `[batch, tokens, width]`.
-        sequences: their indices in the corpus.
-        share: of the positions with a next token; a masked model is scored at 15 % of all.
-        seed: of the draw.
-    """
-    tokenizer, mask = anatomy.stream.checkpoint.tokenizer, _mask_token(anatomy)
-    if not _scores(anatomy):
-        return None, inputs
-    if tokenizer is not None and mask is not None:
-        return Scored.masked(inputs, sequences, tuple(tokenizer.all_special_ids), mask, seed)
-    return Scored.next_token(inputs, sequences, share, seed), inputs
-
-
-def _mask_token(anatomy: Anatomy) -> int | None:
-    """The id that hides a token from a masked language model; None for other models, or where it is not known."""
-    tokenizer = anatomy.stream.checkpoint.tokenizer
-    return getattr(tokenizer, "mask_token_id", None) if anatomy.objective == "masked" else None
-
-
-def _scores(anatomy: Anatomy) -> bool:
-    """Whether predictions can be compared, and not the last state alone."""
-    known = anatomy.objective == "causal" or _mask_token(anatomy) is not None
-    return known and anatomy.reads_positions_apart
+def _fetched(
+    anatomy: Anatomy, schedules: list[Schedule], plan: Plan, before: int, chunks: int, batches: int
+) -> Fetched:
+    """What this process fetched, and what it had to: the weights outside of the blocks twice a chunk, or a batch."""
+    stream, offload = anatomy.stream, anatomy.stream.checkpoint.offload
+    assert offload is not None
+    sizes, outside = [offload.size(block) for block in stream.blocks.modules], 2 * offload.outside_size
+    runs = Trie.of([unmodified(len(stream)), *schedules]).fetches()
+    each = sum(count * sizes[block] for block, count in runs.items())
+    return Fetched(
+        offload.fetched - before, chunks * (plan.fetched(sizes) + outside), batches * (each + outside), chunks
+    )
 
 
 def _notes(anatomy: Anatomy) -> list[str]:
-    if _scores(anatomy):
+    if scores(anatomy):
         return [] if anatomy.objective == "causal" else ["Effects are taken at a seeded 15 % of positions, masked."]
     if anatomy.objective is None:
         why = "the model has no language-model head"
-    elif anatomy.objective == "masked" and _mask_token(anatomy) is None:
+    elif anatomy.objective == "masked" and mask_token(anatomy) is None:
         why = "which id masks a token is not known without a tokenizer"
     else:
         why = "its readout of a position depends on other positions"
@@ -287,7 +284,7 @@ def _identity(
     config = getattr(checkpoint.model, "config", None)
     return {
         "model": checkpoint.name,
-        "weights": fingerprint(checkpoint.model),
+        "weights": fingerprint(checkpoint.model, checkpoint.offload),
         "attention": getattr(config, "_attn_implementation", None),
         "dtype": str(checkpoint.dtype),
         "device": checkpoint.device.type,
@@ -298,7 +295,7 @@ def _identity(
         "seed": settings.seed,
         "batch_size": step,
         "threads": torch.get_num_threads(),
-        "masks": [_mask_token(anatomy), *getattr(checkpoint.tokenizer, "all_special_ids", [])],
+        "masks": [mask_token(anatomy), *getattr(checkpoint.tokenizer, "all_special_ids", [])],
         "depthprobe": metadata.version("depthprobe"),
         "numpy": np.__version__,
         "torch": torch.__version__,

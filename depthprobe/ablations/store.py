@@ -14,7 +14,15 @@ from numpy.typing import NDArray
 
 from depthprobe.errors import OutputError
 
-__all__ = ["Store"]
+__all__ = ["Store", "step_of"]
+
+
+def step_of(folder: Path) -> int | None:
+    """The batch size of the run that a folder keeps; None where it keeps none that can be read."""
+    try:
+        return int(json.loads((folder / "run.json").read_text())["batch_size"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 class Store:

@@ -3,7 +3,8 @@ the same state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,10 +19,11 @@ from depthprobe.ablations.schedule import Schedule, Stage, Unit, unmodified
 from depthprobe.ablations.units import Units
 from depthprobe.stream import Entry
 
-__all__ = ["Trie", "planned_evaluations", "run_batch"]
+__all__ = ["Effects", "Trie", "planned_evaluations", "random_vector", "run_batch"]
 
 Step = tuple[Stage, str]  # units and, for several, how they are combined
 Effects = dict[str, NDArray[np.float64]]
+_WHOLE = ("weights", "branch-sum")  # how stages are combined that are not made of what their units give
 
 
 @dataclass
@@ -56,6 +58,17 @@ class Trie:
                 units |= set(stage)
         return len(units) + extra + sum(child.evaluations() for child in self.children.values())
 
+    def fetches(self) -> Counter[int]:
+        """Block → how often a walk needs its weights, from the shape alone."""
+        units = {unit for stage, combine in self.children if combine not in _WHOLE for unit in stage}
+        found = Counter(unit.layer for unit in units)
+        for stage, combine in self.children:
+            if combine in _WHOLE:
+                found.update({unit.layer for unit in stage})
+        for child in self.children.values():
+            found.update(child.fetches())
+        return found
+
 
 def run_batch(
     units: Units,
@@ -89,14 +102,6 @@ def run_batch(
         later.spine(spine)
     effects: dict[int, Effects] = {}
 
-    def noise(layer: int) -> Tensor:
-        """A random vector of the norm of what merging layer − 1 and layer drops."""
-        before, here, after = (spine[i].float() for i in (layer - 1, layer, layer + 1))
-        blind = units.unit(entry, Unit(layer), spine[layer - 1]).float() - before
-        dropped = (after - here) - blind
-        vector = direction(layer, dropped) * torch.linalg.vector_norm(dropped, dim=-1, keepdim=True)
-        return vector.to(spine[layer].dtype)
-
     def walk(node: Trie, x: Tensor, on_spine: int | None, skipped: int | None = None, after: int = 0) -> None:
         if node.ends:
             found = {"state_distance": state_distance(x, spine[-1])}
@@ -109,7 +114,7 @@ def run_batch(
 
         def run(unit: Unit) -> Tensor:
             if unit.part == NOISE:
-                return units.stream.inherit(x + noise(unit.layer), x)
+                return units.stream.inherit(x + random_vector(units, entry, spine, unit.layer, direction), x)
             if unit not in outputs:
                 outputs[unit] = units.unit(entry, unit, x)
             return outputs[unit]
@@ -131,6 +136,28 @@ def run_batch(
 
     walk(trie, entry.x, 0)
     return effects, score
+
+
+def random_vector(
+    units: Units,
+    entry: Entry,
+    spine: Sequence[Tensor] | Mapping[int, Tensor],
+    layer: int,
+    direction: Callable[[int, Tensor], Tensor],
+) -> Tensor:
+    """A random vector a token of the norm of what merging layer − 1 and layer drops, `[batch, tokens, width]`.
+
+    Args:
+        units, entry: the model and the batch.
+        spine: l → the unmodified x_l; those of layer − 1 to layer + 1 are read.
+        layer: of the merge's second block.
+        direction: as in `run_batch`.
+    """
+    before, here, after = (spine[i].float() for i in (layer - 1, layer, layer + 1))
+    blind = units.unit(entry, Unit(layer), spine[layer - 1]).float() - before
+    dropped = (after - here) - blind
+    vector = direction(layer, dropped) * torch.linalg.vector_norm(dropped, dim=-1, keepdim=True)
+    return vector.to(spine[layer].dtype)
 
 
 def planned_evaluations(schedules: list[Schedule], blocks: int) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -79,9 +80,11 @@ class Units:
             return run(stage[0])
         if combine == "weights":
             self._count()
-            return self.stream.run(entry, stage[0].layer, x, self._averaged(stage))
+            with self._resident(stage):
+                return self.stream.run(entry, stage[0].layer, x, self._averaged(stage))
         if combine == "branch-sum":
-            return self._branch_sum(entry, stage, x)
+            with self._resident(stage):
+                return self._branch_sum(entry, stage, x)
         outputs = [run(unit) for unit in stage]
         source = next((z for unit, z in zip(reversed(stage), reversed(outputs), strict=True) if unit.part != "m"), x)
         if combine == "mean":
@@ -95,6 +98,10 @@ class Units:
         self.evaluations += 1
         if self.tick is not None:
             self.tick(self.evaluations)
+
+    def _resident(self, stage: Stage) -> AbstractContextManager[None]:
+        """A context in which the weights of all blocks of a stage are there."""
+        return self.stream.resident(*sorted({unit.layer for unit in stage}))
 
     def _module(self, unit: Unit) -> nn.Module:
         return self.stream.blocks.modules[unit.layer]
@@ -167,8 +174,8 @@ class Units:
 
     def _shaped(self, tensor: Tensor, x: Tensor) -> Tensor:
         if tensor.ndim == 3 and not self.stream.blocks.batch_first:
-            return tensor.transpose(0, 1)
-        return tensor.reshape(x.shape)
+            return tensor.transpose(0, 1).to(x.device)
+        return tensor.reshape(x.shape).to(x.device)
 
     def _inner(self, x: Tensor) -> Tensor:
         return x if self.stream.blocks.batch_first else x.transpose(0, 1)

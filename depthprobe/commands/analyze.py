@@ -14,8 +14,11 @@ from depthprobe.commands.options import (
     Data,
     Debug,
     Device,
+    DeviceMap,
     Dtype,
     Figures,
+    MaxMemory,
+    OffloadFolder,
     Out,
     Revision,
     Seed,
@@ -67,6 +70,9 @@ def analyze(
     seed: Seed = 0,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    device_map: DeviceMap = None,
+    max_memory: MaxMemory = None,
+    offload_folder: OffloadFolder = None,
     revision: Revision = None,
     tokenizer: Tokenizer = None,
     trust_remote_code: Trust = False,
@@ -119,12 +125,14 @@ def analyze(
     report = build_report(model, corpus, anatomy, measured, settings, options, command_line())
     if gradient_tokens:
         part, slopes = corpus.spread(gradient_tokens), GradientSettings(skip_first=skip_first, seed=seed)
-        say(gradients_cost(part, slopes))
+        if model.in_memory:
+            say(gradients_cost(part, slopes))
         with Bar("Differentiating", part.sequences) as progress:
             report = with_gradients(report, anatomy, part, slopes, progress)
     if depth_tokens:
         part, deep = shortened(corpus, depth_tokens, QUICK_LEN), DepthSettings(seed, skip_first, size)
-        say(effective_cost(part, quick(len(anatomy.stream)), len(anatomy.stream)))
+        if model.in_memory:
+            say(effective_cost(part, quick(len(anatomy.stream)), len(anatomy.stream)))
         with Bar("Estimating depth", PARTS, "parts") as progress:
             report = with_effective(report, anatomy, part, deep, progress)
         with Bar("Reading", corpus.sequences) as progress:

@@ -33,7 +33,8 @@ def existing_report(
 
     if (target / "report.json").exists():
         report = Report.load(target)
-        mine = {"name": model.name, "architecture": model.architecture, "fingerprint": fingerprint(model.model)}
+        mine = {"name": model.name, "architecture": model.architecture}
+        mine["fingerprint"] = fingerprint(model.model, model.offload)
         mine["dtype"] = str(model.dtype).removeprefix("torch.")
         odd = [name for name, value in mine.items() if report.model.get(name) != value]
         if odd:

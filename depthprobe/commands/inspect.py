@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from depthprobe.commands.options import Debug, Device, Dtype, Revision, Spec, Tokenizer, Trust
+from depthprobe.commands.options import (
+    Debug,
+    Device,
+    DeviceMap,
+    Dtype,
+    MaxMemory,
+    OffloadFolder,
+    Revision,
+    Spec,
+    Tokenizer,
+    Trust,
+)
 
 
 def inspect(
     checkpoint: Spec,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    device_map: DeviceMap = None,
+    max_memory: MaxMemory = None,
+    offload_folder: OffloadFolder = None,
     revision: Revision = None,
     tokenizer: Tokenizer = None,
     trust_remote_code: Trust = False,
@@ -25,6 +39,9 @@ def inspect(
         checkpoint,
         dtype=dtype,
         device=device,
+        device_map=device_map,
+        max_memory=max_memory,
+        offload_folder=offload_folder,
         revision=revision,
         tokenizer=tokenizer,
         trust_remote_code=trust_remote_code,

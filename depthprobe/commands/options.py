@@ -56,6 +56,31 @@ Dtype = Annotated[
     typer.Option(help="float32, bfloat16, float16; auto keeps the checkpoint's.", rich_help_panel=MODEL_PANEL),
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, mps; auto takes the best there is.", rich_help_panel=MODEL_PANEL)]
+DeviceMap = Annotated[
+    str | None,
+    typer.Option(
+        help="Where weights go, as in transformers: auto, balanced, balanced_low_0, sequential, or module → device as "
+        "JSON. Weights that do not fit are fetched while blocks run.",
+        show_default=False,
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
+MaxMemory = Annotated[
+    str | None,
+    typer.Option(
+        help="What this process may take in all, such as 0=20GiB,cpu=60GiB; a GPU that is not named is not used.",
+        show_default=False,
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
+OffloadFolder = Annotated[
+    Path | None,
+    typer.Option(
+        help="For weights on disk that have to be written anew; safetensors are read where they are.",
+        show_default=False,
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
 Revision = Annotated[
     str | None, typer.Option(help="Branch, tag or commit of a hub checkpoint.", rich_help_panel=MODEL_PANEL)
 ]
@@ -139,5 +164,6 @@ def command_line() -> str:
 def preparation(values: dict[str, Any]) -> dict[str, Any]:
     """Of a command's arguments, those that `prepare` takes besides the checkpoint and the data."""
     names = ("tokens", "seq_len", "seed", "bos", "text_field")
-    loading = ("dtype", "device", "revision", "tokenizer", "trust_remote_code")
-    return {name: values[name] for name in (*names, *loading)}
+    placing = ("device", "device_map", "max_memory", "offload_folder")
+    loading = ("dtype", "revision", "tokenizer", "trust_remote_code")
+    return {name: values[name] for name in (*names, *placing, *loading)}

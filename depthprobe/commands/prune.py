@@ -12,7 +12,10 @@ from depthprobe.commands.options import (
     Data,
     Debug,
     Device,
+    DeviceMap,
     Dtype,
+    MaxMemory,
+    OffloadFolder,
     Revision,
     Seed,
     SeqLen,
@@ -46,6 +49,9 @@ def prune(
     seed: Seed = 0,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    device_map: DeviceMap = None,
+    max_memory: MaxMemory = None,
+    offload_folder: OffloadFolder = None,
     revision: Revision = None,
     tokenizer: Tokenizer = None,
     trust_remote_code: Trust = False,
@@ -69,6 +75,7 @@ def prune(
     from depthprobe.ablations.run import SweepSettings, sweep
     from depthprobe.ablations.schedule import parse, skip
     from depthprobe.checkpoint import load
+    from depthprobe.offload import refuse_offloaded
     from depthprobe.prepare import prepare
     from depthprobe.progress import Bar, say
 
@@ -79,6 +86,7 @@ def prune(
         order_of(chosen)
     say(f"Loading {checkpoint}")
     model, corpus, anatomy = prepare(checkpoint, data, **given)
+    refuse_offloaded(model.offload, "a checkpoint with other blocks was asked for")
     if chosen is None:
         assert drop is not None
         with Bar("Choosing", drop + 1, "steps") as progress:

@@ -37,7 +37,7 @@ class Analyzer:
         checkpoint, corpus, _ = prepare(source, self.data, **preparing)
         home = self.reports / (folder or checkpoint.name)
         mine = {
-            "fingerprint": fingerprint(checkpoint.model),
+            "fingerprint": fingerprint(checkpoint.model, checkpoint.offload),
             "dtype": str(checkpoint.dtype).removeprefix("torch."),
             "corpus": [corpus.sha256, corpus.sequences, corpus.tokens],
             "options": {name: value for name, value in self.options.items() if name in ("seed", *_ANALYZING)},

@@ -22,6 +22,7 @@ from depthprobe.depth.base import DepthSettings, Floats, Progress, batches, byte
 from depthprobe.depth.ridge import Ridge, best_penalty
 from depthprobe.errors import NonFiniteError, UsageError
 from depthprobe.estimate import Resampler
+from depthprobe.offload import refuse_offloaded
 from depthprobe.probes.base import key_rng
 from depthprobe.verify import Anatomy
 
@@ -74,8 +75,10 @@ def run(
     """One forward pass over the corpus, every state shown to every watcher.
 
     Raises:
+        UsageError: the model's weights are offloaded.
         NonFiniteError: a state is infinite or not a number.
     """
+    refuse_offloaded(anatomy.stream.checkpoint.offload, "phases of computation were asked for")
     kept = bytes_of_sequence(anatomy, corpus, len(anatomy.stream) + 3, 0)
     with torch.no_grad():
         for indices, inputs in batches(anatomy, corpus, settings, kept):

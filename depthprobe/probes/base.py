@@ -94,7 +94,11 @@ class Step:
 
 
 class Probe(Protocol):
-    """What the measuring loop calls: `begin`, then `see` once a block in order, then `end`, for every batch."""
+    """What the measuring loop calls: `begin`, then `see` once a block in order, then `end`, for every batch.
+
+    A shallow copy of the probe is made for every batch, since several may be under way at once: what belongs to a batch
+    is assigned to attributes, what belongs to the corpus is changed in place.
+    """
 
     def begin(self, batch: Batch) -> None:
         """A batch has been entered; its x_0 is `batch.entry.x`."""

@@ -27,12 +27,12 @@ class Interaction:
         """Compare this block's update with what it is without the previous block's."""
         if self.before is not None:
             layer = step.layer - 1
-            true = step.units["block"].u
-            blind = self._update(batch, step.layer, self.before)
+            true, before = step.units["block"].u, batch.reader.stream.at(step.layer, self.before)
+            blind = self._update(batch, step.layer, before)
             self._add(batch, "interaction_error", layer, _error(true, blind))
             both = Dots(true, blind)
             self._add(batch, "interaction_cosine", layer, cosine(both.su, both.ss, both.uu))
-            foreign = batch.reader.stream.inherit(foreign_state(batch, layer, self.before, step.x), step.x)
+            foreign = batch.reader.stream.inherit(foreign_state(batch, layer, before, step.x), step.x)
             control = self._update(batch, step.layer, foreign)
             self._add(batch, "interaction_error_control", layer, _error(true, control))
         self.before = step.x

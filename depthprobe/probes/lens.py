@@ -45,7 +45,8 @@ class Lens:
     def see(self, batch: Batch, step: Step) -> None:
         """Keep the state that the block wrote, at the chosen positions."""
         if self.states:
-            self.states.append(step.z[self.rows, self.positions])
+            device = step.z.device
+            self.states.append(step.z[self.rows.to(device), self.positions.to(device)])
 
     def end(self, batch: Batch) -> None:
         """Read out all layers, last first, so that the final distribution is there to compare with."""

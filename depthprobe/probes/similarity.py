@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from depthprobe.estimate import PerSequence
+from depthprobe.offload import OnDisk
 from depthprobe.probes.base import Batch, Dots, Step, cosine, key_rng, mean_tokens
 
 __all__ = ["PAIR_METRICS", "KeptStates", "Similarity"]
@@ -28,7 +29,7 @@ class Similarity:
         self.means = means
         self.pairs: dict[str, NDArray[np.float64]] = {}  # [sequences, pairs], pairs in the order of np.triu_indices
         self.states: list[Tensor] = []
-        self.previous: dict[str, Dots] = {}
+        self.previous: dict[str, tuple[Tensor, Tensor]] = {}  # unit → its update, and the squared norm of that
         self.neighbours: list[Tensor] = []
 
     def begin(self, batch: Batch) -> None:
@@ -46,10 +47,11 @@ class Similarity:
         for unit, now in step.units.items():
             before = self.previous.get(unit)
             if before is not None:
-                both = cosine(Dots(before.u, now.u).su, before.uu, now.uu)
+                u, uu = (t.to(now.u.device) for t in before)
+                both = cosine(Dots(u, now.u).su, uu, now.uu)
                 key = ("update_cosine_next", unit, step.layer - 1)
                 self.means.add(key, batch.sequences, mean_tokens(both, batch.skip))
-        self.previous = step.units
+        self.previous = {unit: (now.u, now.uu) for unit, now in step.units.items()}
         self.states.append(self._direction(batch, step.z))
         # arccos is ill-conditioned near 1, where neighbours are; 1 − cos θ = 2 sin²(θ/2) is not.
         self.neighbours.append(2 * (turned[:, batch.skip :] / 2).sqrt().asin().mean(dim=1))
@@ -59,7 +61,8 @@ class Similarity:
         layers = len(self.states)
         if not self.pairs:
             count = layers * (layers - 1) // 2
-            self.pairs = {name: np.full((self.means.sequences, count), np.nan) for name in PAIR_METRICS}
+            # Not a new dictionary: several copies of the probe, a batch each, share this one.
+            self.pairs.update({name: np.full((self.means.sequences, count), np.nan) for name in PAIR_METRICS})
         rows, columns = np.triu_indices(layers, k=1)
         size = max(1, (1 << 25) // (layers * self.states[0].shape[-1]))  # tokens at once: 128 MiB of states
         for place, sequence in enumerate(batch.sequences):
@@ -67,7 +70,8 @@ class Similarity:
             angles = torch.zeros(layers, layers, dtype=torch.float64)
             tokens = self.states[0].shape[1]
             for start in range(0, tokens, size):
-                x = torch.stack([state[place, start : start + size] for state in self.states], dim=1)
+                here = [state[place, start : start + size].to(self.states[0].device) for state in self.states]
+                x = torch.stack(here, dim=1)
                 gram = torch.bmm(x, x.transpose(1, 2)).clamp_(-1, 1)
                 cosines += gram.sum(dim=0).cpu().double() / tokens
                 angles += gram.acos_().sum(dim=0).cpu().double() / (math.pi * tokens)
@@ -105,6 +109,7 @@ class KeptStates:
         tokens: positions of each that may be drawn.
         skip: leading positions that may not.
         budget: how many positions to keep in all.
+        seed: of the draw.
     """
 
     def __init__(self, sequences: int, tokens: int, skip: int, budget: int, seed: int) -> None:
@@ -113,7 +118,11 @@ class KeptStates:
         used = min(sequences, max(1, budget // self.each))
         self.slots = {int(s): k for k, s in enumerate(np.linspace(0, sequences - 1, used).round().astype(int))}
         self.skip, self.eligible, self.seed = skip, eligible, seed
-        self.states: list[Tensor] = []  # one [sequences kept, positions, width] a layer
+        self.states: list[Tensor] | OnDisk = []  # one [sequences kept, positions, width] a layer
+
+    def bytes(self, layers: int, width: int) -> int:
+        """What so many layers take, in float32."""
+        return len(self.slots) * self.each * layers * width * 4
 
     def begin(self, batch: Batch) -> None:
         """Choose the positions and keep x_0 at them."""

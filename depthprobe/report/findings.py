@@ -13,6 +13,7 @@ from typing import Any
 from depthprobe.report.ablation_findings import CHANGES
 from depthprobe.report.ablation_tables import sequences
 from depthprobe.report.depth_tables import depth_finding
+from depthprobe.report.fetched import fetched_finding
 from depthprobe.report.gradient_tables import gradient_finding
 from depthprobe.report.phase_panels import finding as phases_finding
 from depthprobe.report.schema import Report
@@ -50,9 +51,7 @@ def findings(report: Report) -> list[Finding]:
         _lens,
         phases_finding,
         gradient_finding,
-        _sinks,
-        _precision,
-        _few,
+        *(_sinks, _precision, fetched_finding, _few),
     )
     return [finding for topic in topics if (finding := topic(report)) is not None]
 

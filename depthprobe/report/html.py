@@ -15,6 +15,7 @@ from depthprobe.glossary import METRICS, NOTATION, Metric
 from depthprobe.report import ablation_tables, depth_tables, figures, gradient_tables, tables
 from depthprobe.report.ablation_panels import ABLATION_PANELS
 from depthprobe.report.depth_panels import DEPTH_PANELS, LATER_PANELS
+from depthprobe.report.fetched import fetched_words
 from depthprobe.report.findings import caveat, findings, headline
 from depthprobe.report.gradient_panels import GRADIENT_PANELS
 from depthprobe.report.panels import DARK, LIGHT, PANELS, Panel, Theme
@@ -146,6 +147,7 @@ def _changes(report: Report, used: set[str]) -> dict[str, Any]:
         ("measured on", size + (f", {share:.3g} of the positions scored" if share and share < 1 else "")),
         ("unchanged loss", base and f"{tables.with_interval(base)} nats a token"),
         ("work", made and f"{tables.number(made)} block evaluations; one pass a schedule takes {tables.number(plain)}"),
+        ("weights fetched", fetched_words(merging.get("fetched"))),
         ("time", seconds and f"{tables.number(seconds)} s"),
     ]
     drawn = used - {"state_distance"} if cost == "kl" else used
@@ -209,6 +211,7 @@ def _facts(report: Report) -> list[tuple[str, list[tuple[str, str]]]]:
             ("cost", f"{tables.number(cost['forward_passes'])} forward passes, "
                      f"{tables.number(cost['block_evaluations'])} block evaluations, "
                      f"{tables.number(cost['seconds'])} s"),
+            ("weights fetched", fetched_words(cost.get("fetched"))),
             ("options", ", ".join(f"{name}={value}" for name, value in (run.get("options") or {}).items())),
             ("written", run.get("created")),
         ]),

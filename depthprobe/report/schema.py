@@ -97,15 +97,16 @@ class Report:
             last_layer, max_norm, max_ratio.
         skipped: what leaving out the first positions changed: metric, layer, unit, without, including.
         resolution: half precision only: metric → the value that rounding alone gives it.
-        cost: forward_passes, block_evaluations, seconds.
+        cost: forward_passes, block_evaluations, seconds; fetched where weights had to be fetched: bytes, planned (what
+            the order of blocks tells), batch_outer (what a loop with batches outside fetches), chunks (of the text).
         run: command, seed, depthprobe, versions, machine, options, created (ISO, UTC).
         notes: plain sentences on what was left out, and why.
         ablations: the rows of `ablations.csv`: schedule, kind, unit, layers (such as "4,5"), combine (empty where it
             does not apply), metric, value, ci_low, ci_high, n (sequences); no rows where no model was changed.
         merging: rho (cost, layers, median, slope, or None), proxies (proxy, cost, blocks, value, ci_low, ci_high),
             base_loss (with interval, or None), later (columns and rows: what a skip does to later blocks' updates; only
-            from `analyze`), sequences, tokens, score_positions, evaluations, plain_evaluations, seconds, notes; empty
-            where no model was changed.
+            from `analyze`), sequences, tokens, score_positions, evaluations, plain_evaluations, seconds, notes, fetched
+            (as in cost); empty where no model was changed.
         gradients: cotangents, loss, ratio, ratio_median, ratio_random (the gradient at x_1 over that at x_L; value,
             ci_low, ci_high, or None), bottom (1; 0 for a single block), fresh (seeds), sequences, tokens, corpus,
             sha256, skip_first, seconds, notes; empty where none were taken.

@@ -68,6 +68,7 @@ _UNIT = {"placement": TEXT, "module?": Maybe(TEXT), "scale?": Maybe(NUMBER), "sk
 _ROW = {"name": TEXT, "variant": TEXT}
 _THRESHOLDS = Table(("name", "variant", "threshold", "value", "ci_low", "ci_high"))
 _EFFECTS = Table(("skipped", "unit", "tokens", "statistic", "value"))
+_FETCHED = {"bytes": COUNT, "planned": COUNT, "batch_outer": COUNT, "chunks": COUNT}
 _GROWTH = Maybe({"value": Maybe(NUMBER), **_ENDS})
 
 REPORT_SHAPES: dict[str, Any] = {
@@ -90,7 +91,7 @@ REPORT_SHAPES: dict[str, Any] = {
         "r2_power?": Maybe(NUMBER), "r2_rate?": Maybe(NUMBER), "decomposition?": [Each(NUMBER)],
     },
     "resolution": Each(NUMBER),
-    "cost": {"forward_passes": NUMBER, "block_evaluations": NUMBER, "seconds": NUMBER},
+    "cost": {"forward_passes": NUMBER, "block_evaluations": NUMBER, "seconds": NUMBER, "fetched?": Maybe(_FETCHED)},
     "run": {"depthprobe": TEXT, "created?": Maybe(TEXT), "options?": Maybe(Each(ANY)), "versions?": Maybe(Each(ANY)),
             "machine?": Maybe(Each(ANY))},
     "notes": [TEXT],
@@ -98,7 +99,7 @@ REPORT_SHAPES: dict[str, Any] = {
         "rho?": Maybe({"layers?": Maybe([{"layer": COUNT, **_INTERVAL}]), "median?": Maybe(_INTERVAL),
                        "slope?": Maybe(_INTERVAL)}),
         "base_loss?": Maybe(_INTERVAL), "later?": Maybe(_EFFECTS), "sequences?": Maybe(COUNT), "tokens?": Maybe(COUNT),
-        "score_positions?": Maybe(NUMBER), "notes?": [TEXT],
+        "score_positions?": Maybe(NUMBER), "notes?": [TEXT], "fetched?": Maybe(_FETCHED),
     },
     "gradients": {
         "fresh?": Maybe([ANY]), "sequences?": COUNT, "loss?": Maybe(_INTERVAL), "ratio?": Maybe(_INTERVAL),
