@@ -127,8 +127,9 @@ def depth(run: Run, work: Path) -> list[tuple[str | float | int, ...]]:
     runs.ensure(run, work)
     texts = [topic[:EXCERPT] for topic in manual_topics("analysis")]  # many documents, since the interval is over them
     found = effective_depth(
-        work / run.name, texts, estimators=("dependence",), tokens=DEPTH_TOKENS, seq_len=runs.TOKENS, device="cpu"
-    )
+        work / run.name, texts, estimators=("dependence",), tokens=DEPTH_TOKENS, seq_len=runs.TOKENS, seed=run.seed,
+        device="cpu",
+    )  # fmt: skip
     rows = []
     for row in found.table.to_dict("records"):
         beside = {

@@ -287,9 +287,15 @@ def runs_of(table: pd.DataFrame) -> list[Run]:
 
 
 def margin(table: pd.DataFrame, reference: pd.DataFrame) -> float:
-    """10 % of what separates the reference arm's loss from that of a model without blocks, nats; not negative."""
-    base = study.arm(table, stage="confirm", arm="embedding")["test"].mean()
-    return max(0.0, MARGIN * float(base - reference["test"].mean()))
+    """10 % of what separates the reference arm's loss from that of a model without blocks, nats; not negative.
+
+    Raises:
+        OutputError: the model without blocks was not trained yet.
+    """
+    base = study.arm(table, stage="confirm", arm="embedding")
+    if base.empty:
+        raise OutputError("the model without blocks was not trained yet", fix="run the study to the end")
+    return max(0.0, MARGIN * float(base["test"].mean() - reference["test"].mean()))
 
 
 def compared(

@@ -17,6 +17,7 @@ from depthprobe.report import Report
 from depthprobe.report.ablation_tables import cost_metric, headline_merge, series
 
 __all__ = [
+    "FITS",
     "Measure",
     "depth_excess",
     "gradient_ratio",
