@@ -5,9 +5,10 @@ The placing itself is transformers' and accelerate's.
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -29,6 +30,8 @@ _DTYPES = {
 }
 GROWTH = 96 << 20  # bytes that libraries take once they run, beyond what they take when a model is opened
 LEAST = 24 << 20  # bytes that weights, and states and activations, need each
+_MMAP_THRESHOLD = -3  # of mallopt
+SUMS = 240  # bytes times the squared width that CKA and linearity take: four sums in ten groups, and states
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class Placing:
 
         A limit is that of the whole process. So what the process takes now, the two largest blocks and room for states
         and activations are subtracted before weights are placed: the rest is shared equally, unless the weights need
-        less. (accelerate subtracts the largest block itself.)
+        less or the sums of the kept states more. (accelerate subtracts the largest block itself.)
 
         Args:
             factory: transformers' auto class of the model.
@@ -104,7 +107,12 @@ class Placing:
                 "and room to work",
                 f"at least {needed}",
             )
-        room = max(rest // 2, rest - total)
+        # What is taken of the kept states in the end takes sums of squares, when no block is there any more.
+        width = getattr(config.get_text_config(), "hidden_size", 0)
+        sums = min(SUMS * width**2 - 2 * largest, rest - LEAST)
+        room = max(rest // 2, rest - total, sums)
+        if main == "cpu":
+            _give_back()
         limits = {**self.max_memory, main: rest - room + largest}
         if "cpu" in limits and main != "cpu":
             limits["cpu"] = max(0, limits["cpu"] - _taken("cpu"))
@@ -189,6 +197,15 @@ def _limits(given: Any) -> dict[int | str, int] | None:
     if not found:
         raise UsageError("--max-memory is empty", expected)
     return found
+
+
+def _give_back() -> None:
+    """Have memory that is freed given back to the system at once, where the C library can be told so.
+
+    Otherwise glibc keeps blocks of up to 32 MiB for later, which count as taken.
+    """
+    with suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)
 
 
 def _taken(device: int | str) -> int:

@@ -384,6 +384,7 @@ class TestWhatIsAsked:
         largest, taken = max(inner // 4, rest // 2), 1 << 30
         monkeypatch.setattr("depthprobe.placement._taken", lambda device: taken)
         monkeypatch.setattr("depthprobe.placement.LEAST", 1)
+        monkeypatch.setattr("depthprobe.placement.SUMS", 0)
         limit = taken + 2 * largest + 60_000
         asked = Placing("auto", {"cpu": limit})
         told, room = asked.arguments(AutoModelForCausalLM, config, None, False)
@@ -391,6 +392,8 @@ class TestWhatIsAsked:
         assert told["max_memory"] == {"cpu": 30_000 + largest}
         roomy = Placing("auto", {"cpu": limit + 10**9})
         assert roomy.arguments(AutoModelForCausalLM, config, None, False)[1] >= 10**9 - inner - rest
+        monkeypatch.setattr("depthprobe.placement.SUMS", (2 * largest + 40_000) / config.hidden_size**2)
+        assert asked.arguments(AutoModelForCausalLM, config, None, False)[1] == 40_000, "for sums over kept states"
 
     def test_weights_that_have_to_be_written_anew(self, tmp_path: Path) -> None:
         """A pickled checkpoint cannot be fetched weight by weight."""
@@ -475,7 +478,7 @@ ANALYZE = """
 import json, pathlib, sys, torch
 import depthprobe
 torch.set_num_threads(1)
-rest = {"gradient_tokens": 0, "depth_tokens": 0, "tokens": 10**9}
+rest = {"gradient_tokens": 0, "depth_tokens": 0, "tokens": 10**9, "dtype": "float32"}
 report = depthprobe.analyze(sys.argv[1], torch.tensor(json.loads(sys.argv[2])), **rest, **json.loads(sys.argv[3]))
 pathlib.Path(sys.argv[4]).write_text(report.to_json())
 """
@@ -491,14 +494,17 @@ print(status, used.ru_maxrss)
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "wait4"), reason="peak memory is measured by wait4")
 def test_peak_memory_from_outside(tmp_path: Path) -> None:
-    """A Llama whose weights are larger than all the memory that the process may take: measurements and sweep."""
+    """A Llama whose float32 weights are larger than all the memory that the process may take: measurements and sweep.
+
+    Its file is in bfloat16, so that every weight is converted when it is opened and when it is fetched.
+    """
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=1000, hidden_size=1024, intermediate_size=6144, num_hidden_layers=11, num_attention_heads=16,
         num_key_value_heads=4, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    weights = (tmp_path / "model" / "model.safetensors").stat().st_size
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    weights = 2 * (tmp_path / "model" / "model.safetensors").stat().st_size
     limit = 900 << 20
     assert weights > limit
     data = json.dumps(ids(2, 12, vocab=1000).tolist())

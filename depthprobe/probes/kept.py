@@ -40,7 +40,7 @@ def analyze_kept(kept: KeptStates, means: PerSequence) -> tuple[list[Pooled], li
     rows = torch.from_numpy(order)
 
     def tokens(layer: int) -> Tensor:
-        return _centred(kept.states[layer][rows].flatten(0, 1))
+        return _centred(kept.states[layer][rows].flatten(0, 1))  # a copy, by its order
 
     now = Layer.of(tokens(0), bounds)
     for layer in range(len(kept.states) - 1):
@@ -55,14 +55,16 @@ def analyze_kept(kept: KeptStates, means: PerSequence) -> tuple[list[Pooled], li
         if linear:
             pooled += linearity(layer, pair)
         now = after
+        del pair  # its sums take as much as several blocks
     return pooled, notes
 
 
 def _centred(x: Tensor) -> Tensor:
-    """Tokens `[tokens, width]` less their mean, in float32; the second pass takes the rounding of the first."""
+    """Tokens `[tokens, width]` less their mean, in float32, in place; a second pass takes the rounding of the first."""
     x = x.float()
-    x = x - x.mean(dim=0, dtype=torch.float64).float()
-    return x - x.mean(dim=0, dtype=torch.float64).float()
+    x -= x.mean(dim=0, dtype=torch.float64).float()
+    x -= x.mean(dim=0, dtype=torch.float64).float()
+    return x
 
 
 def _cosines(means: PerSequence, sequences: NDArray[np.int64], layer: int, a: Tensor, b: Tensor) -> None:
