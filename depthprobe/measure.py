@@ -129,6 +129,8 @@ def measure(anatomy: Anatomy, corpus: Corpus, settings: Settings, progress: Prog
     parts = _parts(anatomy, corpus, settings, kept)
     probes: list[Probe] = [growth, similarity, kept]
     notes: list[str] = []
+    if parts.tight:
+        notes.append("The states of one sequence take more than --max-memory leaves room for: lower --seq-len.")
     if settings.interaction and len(stream) > 1:
         probes.append(Interaction(means))
     if settings.lens_positions and anatomy.objective is None:
@@ -218,11 +220,19 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Parts:
-    """How the corpus is divided: sequences of a batch, batches that wait together; whether kept states go to disk."""
+    """How the corpus is divided.
+
+    Attributes:
+        batch: sequences of a batch.
+        batches: that wait together.
+        on_disk: whether kept states go to disk.
+        tight: whether there is too little memory for one sequence.
+    """
 
     batch: int
     batches: int = 1
     on_disk: bool = False
+    tight: bool = False
 
 
 def _parts(anatomy: Anatomy, corpus: Corpus, settings: Settings, kept: KeptStates) -> _Parts:
@@ -239,7 +249,7 @@ def _parts(anatomy: Anatomy, corpus: Corpus, settings: Settings, kept: KeptState
     read = min(1.0, settings.lens_positions / (corpus.sequences * corpus.tokens))
     each = (8 + layers * (1 + read)) * corpus.tokens * width * 4
     together = max(1, int((room - batch * works) // (batch * each))) if offload.any else 1
-    return _Parts(batch, together, on_disk)
+    return _Parts(batch, together, on_disk, works + each > offload.room)
 
 
 def _positions_at_once(stream: Stream) -> int:

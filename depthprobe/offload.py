@@ -98,8 +98,14 @@ class Offload:
     @classmethod
     def of(cls, model: nn.Module, room: int | None = None) -> Offload | None:
         """Of a model that was dispatched or has a limit; None where all of it is simply in memory."""
-        hooked = any(hook.offload for module in model.modules() for hook in _hooks(module))
-        return cls(model, room) if hooked or room is not None else None
+        known = getattr(model, "_depthprobe_offload", None)
+        if known is not None:  # a module that is opened again, whose tied parameters may have come apart
+            return known
+        if room is None and not any(hook.offload for module in model.modules() for hook in _hooks(module)):
+            return None
+        found = cls(model, room)
+        model.__dict__["_depthprobe_offload"] = found
+        return found
 
     @property
     def any(self) -> bool:

@@ -29,6 +29,7 @@ from depthprobe.ablations.kinds import KINDS, controls, schedules
 from depthprobe.ablations.outer import Plan, Walk
 from depthprobe.ablations.run import SweepSettings, sweep
 from depthprobe.ablations.schedule import Schedule, parse
+from depthprobe.ablations.staging import find_stages
 from depthprobe.ablations.sweep import Trie, planned_evaluations, run_batch
 from depthprobe.ablations.units import Units
 from depthprobe.corpus import Corpus
@@ -116,6 +117,11 @@ class TestTheSameNumbers:
         assert little.cost["fetched"]["chunks"] == 3
         assert little.merging["fetched"]["chunks"] == 5
         assert spied.calls == inside.model["blocks"] + 1
+        monkeypatch.setattr(offload, "MEMORY", 1000)
+        tight = depthprobe.analyze(folders[name], IDS, device_map=DISK, **FEW | {"batch_size": "auto"})
+        assert any("than --max-memory leaves" in note for note in tight.notes)
+        assert any("than --max-memory allows" in note for note in tight.merging["notes"])
+        assert not any("--max-memory" in note for note in (*outside.notes, *outside.merging["notes"]))
         for part in (little.cost, little.merging, outside.cost, outside.merging):
             assert part["fetched"]["bytes"] == part["fetched"]["planned"]
 
@@ -144,11 +150,22 @@ class TestTheSameNumbers:
         assert other.fetched.bytes == on_disk(folders["llama"], "model.layers")[0] // 2
 
     def test_of_a_model_that_was_dispatched_before(self, folders: dict[str, Path]) -> None:
-        """From Python, by transformers alone."""
+        """From Python, by transformers alone; and opened again, when its tied weights have come apart."""
         model = transformers.AutoModelForCausalLM.from_pretrained(folders["gpt2"], device_map=DISK)
-        report = depthprobe.analyze(model, IDS, **FEW)
-        same(depthprobe.analyze(folders["gpt2"], IDS, device="cpu", **FEW), report)
-        assert report.cost["fetched"]["bytes"] > 0
+        inside = depthprobe.analyze(folders["gpt2"], IDS, device="cpu", **FEW)
+        for _ in range(2):
+            report = depthprobe.analyze(model, IDS, **FEW)
+            same(inside, report)
+            assert report.cost["fetched"]["bytes"] == report.cost["fetched"]["planned"] > 0
+            assert report.model["parameters"] == inside.model["parameters"]
+            assert report.model["fingerprint"] == inside.model["fingerprint"]
+
+    def test_of_stages(self, folders: dict[str, Path]) -> None:
+        inside, outside, corpus = pair(folders["llama"])
+        one, other = (find_stages(anatomy, corpus) for anatomy in (inside, outside))
+        assert [point.schedule for point in other.points] == [point.schedule for point in one.points]
+        assert other.unigram_kl == pytest.approx(one.unigram_kl, abs=1e-5)
+        assert other.evaluations == one.evaluations
 
     def test_of_a_sweep_that_goes_on(self, folders: dict[str, Path], tmp_path: Path, monkeypatch: Any) -> None:
         """The folder says how large a batch was, whatever memory allows now."""

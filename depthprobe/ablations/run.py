@@ -76,11 +76,15 @@ class SweepSettings:
 
     def batches_at_once(self, anatomy: Anatomy, corpus: Corpus, plan: Plan, batch: int) -> int:
         """How many batches can wait for a block together, with all states that the plan keeps."""
-        stream, offload = anatomy.stream, anatomy.stream.checkpoint.offload
+        offload = anatomy.stream.checkpoint.offload
         assert offload is not None
-        state = batch * corpus.tokens * stream.blocks.width * 4
-        room = offload.room - batch * (self.bytes_of_sequence(anatomy, corpus, 4) + stream.working_bytes(corpus.tokens))
-        return int(max(1, room // ((plan.waiting + 3) * state)))
+        works, waits = self.bytes_by_plan(anatomy, corpus, plan)
+        return int(max(1, (offload.room - batch * works) // (batch * waits)))
+
+    def bytes_by_plan(self, anatomy: Anatomy, corpus: Corpus, plan: Plan) -> tuple[int, int]:
+        """About what a sequence takes while something is run on it, and while it waits for a block."""
+        works = self.bytes_of_sequence(anatomy, corpus, 4) + anatomy.stream.working_bytes(corpus.tokens)
+        return works, (plan.waiting + 3) * corpus.tokens * anatomy.stream.blocks.width * 4
 
     def bytes_of_sequence(self, anatomy: Anatomy, corpus: Corpus, states: int | None = None) -> int:
         """About what a sequence takes, however many schedules there are: the walk of the trie keeps one path.
@@ -200,7 +204,7 @@ def sweep(
         kept * shared + units.evaluations,
         plain * len(rows),
         time.perf_counter() - started,
-        _notes(anatomy) + _tight(anatomy, corpus, settings),
+        _notes(anatomy) + _tight(anatomy, corpus, settings, plan),
         later,
         None if plan is None else _fetched(anatomy, schedules, plan, fetched, len(chunks), len(todo)),
     )
@@ -261,13 +265,16 @@ def _notes(anatomy: Anatomy) -> list[str]:
     return [f"Ablations are measured by state_distance alone: {why}."]
 
 
-def _tight(anatomy: Anatomy, corpus: Corpus, settings: SweepSettings) -> list[str]:
-    need = settings.bytes_of_sequence(anatomy, corpus)
-    if need <= settings.memory or settings.batch_size is not None:
+def _tight(anatomy: Anatomy, corpus: Corpus, settings: SweepSettings, plan: Plan | None) -> list[str]:
+    offload, need = anatomy.stream.checkpoint.offload, settings.bytes_of_sequence(anatomy, corpus)
+    allowed, option = (settings.memory, "--memory") if offload is None else (offload.room, "--max-memory")
+    if plan is not None:
+        need = sum(settings.bytes_by_plan(anatomy, corpus, plan))
+    if need <= allowed or settings.batch_size is not None:
         return []
     return [
-        f"One sequence takes about {need / 2**30:.2g} GiB of states and logits, more than --memory allows "
-        f"({settings.memory / 2**30:.2g} GiB); sequences were run one at a time. Lower --seq-len or --score-positions."
+        f"One sequence takes about {need / 2**30:.2g} GiB of states and logits, more than {option} allows "
+        f"({allowed / 2**30:.2g} GiB); sequences were run one at a time. Lower --seq-len or --score-positions."
     ]
 
 
