@@ -152,6 +152,12 @@ def confirmed(table: pd.DataFrame, arm: str, blocks: int, stage: str = "confirm"
     return study.arm(table, stage=stage, arm=arm, blocks=blocks).sort_values("seed")
 
 
+def judged_depths(table: pd.DataFrame) -> list[int]:
+    """The numbers of blocks that were confirmed, the largest first."""
+    rows = study.arm(table, stage="confirm")
+    return sorted({int(blocks) for blocks in rows[rows["arm"] != "embedding"]["blocks"]}, reverse=True)
+
+
 def primary(table: pd.DataFrame, deep: pd.DataFrame) -> list[study.Test]:
     """The tests of the preregistration, of the larger number of blocks."""
     blocks = int(study.arm(table, stage="grid")["blocks"].max())
@@ -191,7 +197,7 @@ def overview(table: pd.DataFrame) -> str:
     head = ["blocks", "arm", "setting", "warm-up", "failed in the grid", "learning rate", "of the grid", "loss on test",
             "failed", "seeds"]  # fmt: skip
     lines = []
-    for blocks in sorted(study.arm(table, stage="grid")["blocks"].unique(), reverse=True):
+    for blocks in judged_depths(table):
         for stage, words in (("confirm", "its own best"), ("swapped", "the other's best")):
             for arm in PLACEMENTS:
                 tried, rows = (study.arm(table, stage=each, arm=arm, blocks=blocks) for each in ("grid", stage))
@@ -255,7 +261,8 @@ def section(results: Path) -> study.Section:
         parts = [INTRODUCTION, study.verdicts(found), FIGURE, overview(table), SECONDARY, depth_table(table, deep)]
         return "\n\n".join([*parts, shape_table(table)])
 
-    figure = study.Figure(NAME, partial(draw, table), 5.6, 2)
+    panels = len(judged_depths(table))
+    figure = study.Figure(NAME, partial(draw, table), 2.8 * panels, panels)
     return study.Section(NAME, tuple(primary(table, deep)), text, (figure,), MINDS)
 
 
@@ -278,13 +285,13 @@ MINDS = {
 def draw(table: pd.DataFrame, axes: list[Axes]) -> None:
     """Loss of the grids over the learning rate, a panel a number of blocks; confirmed losses as dots."""
     rows = study.arm(table, stage="grid")
-    for ax, blocks in zip(axes, sorted(rows["blocks"].unique(), reverse=True), strict=True):
+    for ax, blocks in zip(axes, judged_depths(table), strict=True):
         for arm, colour in zip(PLACEMENTS, LIGHT.lines, strict=False):
             for warm, style in zip(sorted(rows["warmup"].unique()), ("--", "-"), strict=False):
                 each = study.arm(rows, arm=arm, blocks=blocks, warmup=warm).sort_values("lr")
                 ax.plot(each["lr"], each["test"], style, color=colour, label=f"{arm}, warm-up {warm}", linewidth=1.3)
             for stage, mark in (("confirm", "o"), ("swapped", "x")):
-                judged = confirmed(table, arm, int(blocks), stage)
+                judged = confirmed(table, arm, blocks, stage)
                 ax.plot(judged["lr"], judged["test"], mark, color=colour, markersize=4, alpha=0.7)
         ax.set_xscale("log")
         ax.set_ylabel(f"{blocks} blocks\nloss on test, nats")

@@ -24,6 +24,7 @@ from runs import Run
 
 from depthprobe.contrast import over_seeds
 from depthprobe.documents import manual_topics
+from depthprobe.errors import OutputError
 from depthprobe.lab import Text, TrainSettings, read_text, train
 from depthprobe.lab.byte_tokens import byte_tokenizer
 from depthprobe.progress import Bar
@@ -168,6 +169,9 @@ def overview(table: pd.DataFrame) -> str:
 def section(results: Path) -> study.Section:
     """The study's part of the findings, from its table alone."""
     table = study.read(results / f"{NAME}.csv")
+    counts = table.groupby(["arm", "seed"])["lr"].nunique()
+    if table["arm"].nunique() < 3 or counts.nunique() != 1:
+        raise OutputError(f"{results / NAME}.csv lacks runs", "every arm, seed and learning rate", "run it to the end")
 
     def text(found: list[study.Verdict]) -> str:
         return "\n\n".join([INTRODUCTION, study.verdicts(found), FIGURE, overview(table)])
