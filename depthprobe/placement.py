@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -31,6 +32,8 @@ _DTYPES = {
 GROWTH = 96 << 20  # bytes that libraries take once they run, beyond what they take when a model is opened
 LEAST = 24 << 20  # bytes that weights, and states and activations, need each
 _MMAP_THRESHOLD = -3  # of mallopt
+# What a run imports later takes as much as a small model: accelerate's hooks the first, tables and statistics the rest
+_LATER = ("torch._dynamo", "pandas", "scipy.stats", "sklearn.cluster", "sklearn.metrics")
 SUMS = 240  # bytes times the squared width that CKA and linearity take: four sums in ten groups, and states
 
 
@@ -88,7 +91,8 @@ class Placing:
         asked = {"device_map": self.device_map, "offload_folder": self.offload_folder}
         if self.max_memory is None:
             return asked, None
-        import torch._dynamo  # accelerate's hooks import it at their first call, and it takes as much as a small model
+        for name in _LATER:
+            import_module(name)
         from accelerate import init_empty_weights
         from accelerate.utils import calculate_maximum_sizes
 
