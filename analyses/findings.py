@@ -91,17 +91,29 @@ def claims(sections: Sequence[study.Section], found: Sequence[study.Verdict]) ->
             rows.append([claim.name, claim.sentence, "not tested yet", "", "", "", ""])
             continue
         word = study.of_claim([word for *_, word in mine])
-        effects = "; ".join(
-            f"{study.effect(test)} ({word})" if len(mine) > 1 else study.effect(test) for test, _, word in mine
-        )
         seeds = "/".join(dict.fromkeys(study.seeds_of(test) for test, *_ in mine))
         part = home[claim.name]
         figure = f"[{part.figures[0].name}](figures/{part.figures[0].name}.png)" if part.figures else ""
-        rows.append([claim.name, claim.sentence, f"**{word}**", effects, seeds, figure, part.minds[claim.name]])
+        rows.append(
+            [claim.name, claim.sentence, f"**{word}**", measured(mine, part), seeds, figure, part.minds[claim.name]]
+        )
     tests = sum(not isinstance(test, study.Ruled) for test, *_ in found)
     head = ["claim", "what it says", "verdict", "what was found [95 % interval over seeds]", "seeds", "figure",
             "what would change our mind"]  # fmt: skip
-    return f"Holm's correction is over {tests} primary tests.\n\n{study.markdown(head, rows)}"
+    made = sum(isinstance(test, study.Primary | study.Counted) for test, *_ in found)
+    text = f"""`supported` is after Holm's correction over all primary tests, of which {tests} are here and {made}
+could be made; it grows with the studies that are still to come. `contradicted` is by an interval that excludes the
+prediction, without correction. A claim with several tests is supported if all are, and contradicted if one is, whatever
+the others say. The verdict is on the prediction in the fourth column, at the size and length of training of its study,
+and on no wider reading of the claim."""
+    return f"{text}\n\n{study.markdown(head, rows)}"
+
+
+def measured(mine: Sequence[study.Verdict], part: study.Section) -> str:
+    """What the tests of a claim measured, predicted and found, and what else there is to know."""
+    several = len(mine) > 1
+    parts = [f"{test.sentence}: {study.effect(test)}" + (f" ({word})" if several else "") for test, _, word in mine]
+    return "<br>".join([*parts, *filter(None, [part.notes.get(mine[0][0].claim)])])
 
 
 def headline(sections: Sequence[study.Section]) -> str:
@@ -111,22 +123,26 @@ def headline(sections: Sequence[study.Section]) -> str:
     for name in dict.fromkeys(test.claim for test, *_ in found):
         words[name] = study.of_claim([word for test, _, word in found if test.claim == name])
     say_of = {claim.name: claim.sentence.rstrip(".") for claim in CLAIMS}
-    rows = [[f"{say_of[name]} ({name})", f"**{words[name]}**"] for name in THESIS if name in words]
-    rows += [[f"{say_of[claim.name]} ({claim.name})", words[claim.name]] for claim in CLAIMS
-             if claim.name in words and claim.name not in THESIS]  # fmt: skip
+    order = [*THESIS, *(claim.name for claim in CLAIMS if claim.name not in THESIS)]
+    rows = []
+    for name in (name for name in order if name in words):
+        mine = [each for each in found if each[0].claim == name]
+        part = next(each for each in sections if any(test.claim == name for test in each.tests))
+        rows.append([f"{say_of[name]} ({name})", f"**{words[name]}**", measured(mine, part)])
     counts = [(word, [name for name in words if words[name] == word]) for word in ORDER]
     tally = ", ".join(f"{len(names)} {word}" for word, names in counts if names)
     open_ = len(CLAIMS) - len(words)
     rest = f"; {open_} are not tested yet" if open_ else ""
-    text = (
-        f"Of {len(CLAIMS)} claims of two widely read notes on layer normalisation, tested on models of width 64\n"
-        f"trained here: {tally}{rest}. A mean that points the right way supports nothing; verdicts are by\n"
-        "the tests of `analyses/PREREGISTRATION.md`, after Holm's correction. Every run, the failed ones too, is in\n"
-        "`data/results/`. Effects, intervals and what would change our mind:\n"
-        "[analyses/README.md](analyses/README.md#findings)."
-    )
+    text = f"""Of {len(CLAIMS)} claims of two widely read notes on layer normalisation, tested on models of width 64:
+{tally}{rest}. A verdict is on the prediction in the third
+column, at this size and length of training, and on no wider reading of the claim; a mean that points the right way
+supports nothing. The tests were fixed beforehand in `analyses/PREREGISTRATION.md`, which also lists what was changed;
+every run, the failed ones too, is in `data/results/`. More, and what would change our mind:
+[analyses/README.md](analyses/README.md#findings)."""
     figures = [FIGURE] if any(each.name == "growth" for each in sections) else []
-    return "\n\n".join([text, study.markdown(["claim", "verdict"], rows), *figures])
+    return "\n\n".join(
+        [text, study.markdown(["claim", "verdict", "what was measured [95 % interval over seeds]"], rows), *figures]
+    )
 
 
 ORDER = ("supported", "contradicted", "undecided", study.UNJUDGED)

@@ -15,7 +15,6 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import runs
 import study
@@ -232,11 +231,15 @@ def correlation(table: pd.DataFrame, deep: pd.DataFrame) -> str:
     found = []
     for blocks, each in both.groupby("blocks"):
         plain = stats.spearmanr(each["value"], each["test"]).statistic
-        within = [part - part.mean() for _, part in each.groupby("arm")[["value", "test"]]]
-        apart = stats.pearsonr(*np.concatenate([part.to_numpy() for part in within]).T).statistic
-        found.append(f"{blocks} blocks: Spearman {number(float(plain))}, and within placement Pearson "
-                     f"{number(float(apart))} ({len(each)} models)")  # fmt: skip
-    return f"D4, printed only: depth (dependence, first power) against loss on test. {'; '.join(found)}."
+        apart = ", ".join(
+            f"{arm} {number(float(stats.spearmanr(part['value'], part['test']).statistic))}"
+            for arm, part in each.groupby("arm", sort=False)
+        )
+        found.append(f"{blocks} blocks: {number(float(plain))} over {len(each)} models, by placement {apart}")
+    return (
+        f"D4, printed only: Spearman of depth (dependence, first power) with loss on test. {'; '.join(found)}. "
+        "The claim predicts that it is negative."
+    )
 
 
 def shape_table(table: pd.DataFrame) -> str:
@@ -263,7 +266,26 @@ def section(results: Path) -> study.Section:
 
     panels = len(judged_depths(table))
     figure = study.Figure(NAME, partial(draw, table), 2.8 * panels, panels)
-    return study.Section(NAME, tuple(primary(table, deep)), text, (figure,), MINDS)
+    return study.Section(NAME, tuple(primary(table, deep)), text, (figure,), MINDS, notes(table, deep))
+
+
+def notes(table: pd.DataFrame, deep: pd.DataFrame) -> dict[str, str]:
+    """What the verdicts do not say."""
+    blocks = judged_depths(table)[0]
+    same = (
+        confirmed(table, "post", blocks)["test"].to_numpy()
+        - confirmed(table, "pre", blocks, "swapped")["test"].to_numpy()
+    )
+    rows = study.arm(deep, name="dependence", variant="first power", blocks=blocks)
+    excess = (rows["value"] - rows["twin"]) / blocks
+    each = {arm: study.span(over_seeds(excess[rows["arm"] == arm].to_numpy())) for arm in PLACEMENTS}
+    lr = confirmed(table, "pre", blocks)["lr"].iloc[0] / confirmed(table, "post", blocks)["lr"].iloc[0]
+    return {
+        "P1": f"In the first, post-LN's runs are those that failed. At post-LN's best setting post − pre is "
+        f"{study.span(over_seeds(same))}: pre-LN's best learning rate is {lr:g} times as high. Longer warm-ups than a "
+        "quarter of the steps were not tried.",
+        "D1": f"Less random twins, over N, and without the gate: pre {each['pre']}, post {each['post']}.",
+    }
 
 
 INTRODUCTION = f"""### P1, D1, D3, D4: pre-LN and post-LN, each at its best (`{NAME}.py`)
@@ -289,12 +311,12 @@ def draw(table: pd.DataFrame, axes: list[Axes]) -> None:
         for arm, colour in zip(PLACEMENTS, LIGHT.lines, strict=False):
             for warm, style in zip(sorted(rows["warmup"].unique()), ("--", "-"), strict=False):
                 each = study.arm(rows, arm=arm, blocks=blocks, warmup=warm).sort_values("lr")
-                ax.plot(each["lr"], each["test"], style, color=colour, label=f"{arm}, warm-up {warm}", linewidth=1.3)
+                ax.plot(each["lr"], each["dev"], style, color=colour, label=f"{arm}, warm-up {warm}", linewidth=1.3)
             for stage, mark in (("confirm", "o"), ("swapped", "x")):
                 judged = confirmed(table, arm, blocks, stage)
-                ax.plot(judged["lr"], judged["test"], mark, color=colour, markersize=4, alpha=0.7)
+                ax.plot(judged["lr"], judged["dev"], mark, color=colour, markersize=4, alpha=0.7)
         ax.set_xscale("log")
-        ax.set_ylabel(f"{blocks} blocks\nloss on test, nats")
+        ax.set_ylabel(f"{blocks} blocks\nloss on dev, nats")
     axes[-1].set_xlabel("learning rate (● own best, × the other's best, fresh seeds)")
     axes[0].legend(fontsize="small")
 

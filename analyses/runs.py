@@ -319,7 +319,7 @@ def compared(
     if failed or spared:
         if fails:
             return study.Counted(claim, f"{sentence}, or failures", failed, spared, len(arm))
-        return study.Unjudged(claim, sentence, f"{failed} of {len(arm)} runs failed, and {spared} of {len(arm)}")
+        return study.Unjudged(claim, sentence, f"{failed} of {len(arm)} runs failed, and {spared} of the other arm")
     return study.Primary(
         claim, sentence, tuple(arm["test"].to_numpy() - reference["test"].to_numpy()), *region, logs=False
     )
@@ -329,8 +329,12 @@ def summary(tried: pd.DataFrame, rows: pd.DataFrame) -> list[str]:
     """Cells on an arm: warm-up, failures in its grid, learning rate, where that lies, loss on test, failures, seeds."""
     if rows.empty:
         return ["", f"{(tried['status'] == 'failed').sum()} of {len(tried)}", *[""] * 5]
-    rates, lr = sorted(tried["lr"].unique()), rows["lr"].iloc[0]
-    at = "edge" if lr in (rates[0], rates[-1]) else "inside"
+    edges = [
+        name for name in ("lr", "warmup")
+        if tried[name].nunique() > 1 and rows[name].iloc[0] in (tried[name].min() or None, tried[name].max())
+    ]  # fmt: skip
+    words = {"lr": "rate", "warmup": "warm-up"}
+    lr, at = rows["lr"].iloc[0], f"edge: {' and '.join(words[name] for name in edges)}" if edges else "inside"
     done = rows[rows["status"] == "done"]
     value = study.span(over_seeds(done["test"])) if len(done) else "–"
     bad = len(rows) - len(done)

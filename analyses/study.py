@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -364,6 +364,7 @@ class Section:
         text: made of the tests with their verdicts, in markdown.
         figures: that the text shows.
         minds: of each claim, what would change it.
+        notes: of some claims, what else a reader of the verdict must know, from the same rows.
     """
 
     name: str
@@ -371,6 +372,7 @@ class Section:
     text: Callable[[list[Verdict]], str]
     figures: tuple[Figure, ...]
     minds: dict[str, str]
+    notes: dict[str, str] = field(default_factory=dict)
 
 
 def write_figures(section: Section, folder: Path) -> None:
@@ -410,7 +412,7 @@ def effect(test: Test) -> str:
     if isinstance(test, Ruled):
         return test.found
     if isinstance(test, Counted):
-        return f"{test.failed} of {test.seeds} runs failed, and {test.spared} of {test.seeds}"
+        return f"{test.failed} of {test.seeds} runs failed, and {test.spared} of the other arm"
     return ratio(test.values) if test.logs else span(over_seeds(test.values))
 
 

@@ -155,14 +155,15 @@ def primary(table: pd.DataFrame) -> list[study.Test]:
 
 def overview(table: pd.DataFrame) -> str:
     """Every arm and learning rate, in markdown."""
-    head = ["arm", "learning rate", "chosen", "pretraining loss, less the level", "new text before", "new text after",
-            "seeds"]  # fmt: skip
+    head = ["arm", "learning rate", "chosen", "pretraining steps, mean", "pretraining loss, less the level",
+            "new text before", "new text after", "seeds"]  # fmt: skip
     lines = []
     for (arm, lr), rows in table.groupby(["arm", "lr"], sort=False):
         best = "yes" if chosen(table, arm)["lr"].iloc[0] == lr else ""
         off = number(float((rows["pretrained"] - rows["level"]).mean())) if arm != "embedding" else "–"
         spans = [study.span(over_seeds(rows[name].to_numpy())) for name in ("before", "test")]
-        lines.append([arm, f"{lr:g}", best, off, *spans, str(len(rows))])
+        steps = f"{rows['step'].mean():,.0f}"
+        lines.append([arm, f"{lr:g}", best, steps, off, *spans, str(len(rows))])
     return study.markdown(head, lines)
 
 
@@ -185,7 +186,9 @@ INTRODUCTION = f"""### P2: fine-tuning from equal loss (`{NAME}.py`)
 12 blocks, width 64. Each seed's level is the higher of both arms' final losses on dev in `pre_vs_post.py`; each arm
 starts from its checkpoint nearest to it, {STEPS} steps on English that no model had seen. Losses on its test half,
 nats a byte, paired by seed; the margin is 10 % of what separates pre-LN from a model without blocks, fine-tuned
-likewise."""
+likewise. The arm that is ahead starts from the middle of its schedule, where the learning rate is still high, the
+other from its end: what that does is not told apart from the placement. All arms do best at the largest learning rate
+that was tried."""
 FIGURE = f"![Loss on the new text by learning rate](figures/{NAME}.png)"
 MINDS = {
     "P2": "a fine-tuning task that is no language modelling, or models of a size at which fine-tuning is done",
