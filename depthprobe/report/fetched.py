@@ -31,9 +31,9 @@ def fetched_finding(report: Report) -> Finding | None:
     said = "; ".join(f"for {what} {fetched_words(fetched)}" for what, fetched in known.items())
     odd = [what for what, fetched in known.items() if fetched["bytes"] != fetched["planned"]]
     more = f"That of {' and of '.join(odd)} is not what was planned." if odd else "As planned, to the byte."
-    sizes = ", ".join(_size(fetched["bytes"]) for fetched in known.values())
-    outer = ", ".join(_size(fetched["batch_outer"]) for fetched in known.values())
-    return Finding("Fetched", f"Weights were fetched when they were needed: {said}.", more, f"{sizes} ({outer})")
+    sizes, outer = (" and ".join(_size(one[key]) for one in known.values()) for key in ("bytes", "batch_outer"))
+    short = f"{sizes} of weights; with batches in the outer loop {outer}"
+    return Finding("Fetched", f"Weights were fetched when they were needed: {said}.", more, short)
 
 
 def _size(count: int) -> str:
