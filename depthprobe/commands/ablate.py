@@ -19,6 +19,7 @@ from depthprobe.commands.options import (
     DeviceMap,
     Dtype,
     Figures,
+    InterruptedRunError,
     MaxMemory,
     OffloadFolder,
     Out,
@@ -36,17 +37,12 @@ from depthprobe.commands.options import (
     memory_bytes,
     preparation,
 )
-from depthprobe.errors import DepthprobeError
 
 if TYPE_CHECKING:
     from depthprobe.ablation import Ablations
     from depthprobe.report import Report
 
 _WHAT = "What is changed"
-
-
-class _InterruptedError(DepthprobeError):
-    exit_code = 130
 
 
 def ablate(
@@ -157,7 +153,7 @@ def ablate(
         with Bar("Ablating", total, "block evaluations") as progress:
             found = run_ablations(anatomy, corpus, chosen, settings, progress, kept, report.layers, report.pairs)
     except KeyboardInterrupt:
-        raise _InterruptedError("interrupted", fix="finished chunks are kept, --resume goes on") from None
+        raise InterruptedRunError("interrupted", fix="finished chunks are kept, --resume goes on") from None
     report = _joined(report, found)
     path = report.save(target, figures)  # type: ignore[arg-type]
     shutil.rmtree(kept, ignore_errors=True)

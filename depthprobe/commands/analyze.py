@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from depthprobe.commands.one import Request, analyze_one
 from depthprobe.commands.options import (
+    CHECKPOINT_HELP,
+    MODEL_PANEL,
+    OUT_PANEL,
     BatchSize,
     Bos,
     Data,
@@ -24,22 +27,32 @@ from depthprobe.commands.options import (
     Seed,
     SeqLen,
     SkipFirst,
-    Spec,
     TextField,
     Tokenizer,
     Tokens,
     Trust,
     batch_number,
     check_figures,
-    command_line,
     preparation,
 )
+from depthprobe.commands.several import analyze_several, is_pattern, with_revisions
 from depthprobe.errors import UsageError
 
 
 def analyze(
-    checkpoint: Spec,
+    checkpoints: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="CHECKPOINT",
+            show_default=False,
+            help=f"{CHECKPOINT_HELP} Several, or a quoted pattern such as 'run/step-*', get a report each.",
+        ),
+    ],
     out: Out = None,
+    compare: Annotated[
+        bool,
+        typer.Option(help="Of several checkpoints, compare the reports, in OUT/compare.", rich_help_panel=OUT_PANEL),
+    ] = True,
     figures: Figures = "png",
     data: Data = None,
     tokens: Tokens = 8192,
@@ -74,11 +87,20 @@ def analyze(
     max_memory: MaxMemory = None,
     offload_folder: OffloadFolder = None,
     revision: Revision = None,
+    revisions: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B,…",
+            help="Several of one hub checkpoint, such as step0,step1000; a report each.",
+            show_default=False,
+            rich_help_panel=MODEL_PANEL,
+        ),
+    ] = None,
     tokenizer: Tokenizer = None,
     trust_remote_code: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """Measure a checkpoint and write a report.
+    """Measure checkpoints and write a report of each.
 
     The residual stream is found in the model and verified first. Then one pass over the text measures how the stream
     grows, how large and how aligned each update is, how alike neighbouring states are, whether a block needs its
@@ -86,24 +108,25 @@ def analyze(
     from the loss and from a random vector, and effective depth is estimated in the ways that cost little; last, each
     block is skipped, and each two neighbours are merged and swapped.
 
+    With several checkpoints --out is the folder for a report each (reports/ by default) and for their comparison. A
+    report that is there already, of the same weights, text and options, is kept as it is, and none is overwritten. A
+    checkpoint that fails does not stop the others: the table at the end says why.
+
     Example: `depthprobe analyze gpt2 --tokens 16384 --out reports/gpt2`
+
+    Example: `depthprobe analyze EleutherAI/pythia-70m --revisions step0,step1000,step143000 --out reports/pythia`
     """
     given = preparation(locals())
     from depthprobe.report.files import check_writable
 
+    several = len(checkpoints) > 1 or revisions is not None or is_pattern(checkpoints[0])
+    specs = with_revisions(checkpoints, revisions, revision)
     check_figures(figures)
     size = batch_number(batch_size)
     if out is not None:
         check_writable(out)
 
-    from depthprobe.ablation import default_schedules, default_sweep, sweep_cost
-    from depthprobe.analysis import build_report
-    from depthprobe.depth.base import DepthSettings
-    from depthprobe.effective import PARTS, QUICK_LEN, effective_cost, quick, shortened, with_effective, with_phases
-    from depthprobe.gradient import GradientSettings, gradients_cost, with_gradients
-    from depthprobe.measure import Settings, measure
-    from depthprobe.prepare import prepare
-    from depthprobe.progress import Bar, say
+    from depthprobe.measure import Settings
     from depthprobe.report.screen import show
 
     settings = Settings(skip_first, size, seed, interaction, lens_positions)
@@ -112,39 +135,9 @@ def analyze(
         raise UsageError(f"--gradient-tokens {gradient_tokens}", "0 or more")
     if depth_tokens < 0:
         raise UsageError(f"--depth-tokens {depth_tokens}", "0 or more")
-    say(f"Loading {checkpoint}")
-    model, corpus, anatomy = prepare(checkpoint, data, **given)
-    target = out or Path("reports") / model.name
-    check_writable(target)
-    say(f"Verified {len(anatomy.stream)} blocks of {anatomy.stream.blocks.path}. {settings.cost(anatomy, corpus)}")
-    with Bar("Measuring", corpus.sequences) as progress:
-        measured = measure(anatomy, corpus, settings, progress)
-    options = {"tokens": tokens, "seq_len": seq_len, "bos": bos, "text_field": text_field} | vars(settings)
-    options |= {"ablations": ablations, "ablation_tokens": ablation_tokens, "gradient_tokens": gradient_tokens}
-    options |= {"depth_tokens": depth_tokens}
-    report = build_report(model, corpus, anatomy, measured, settings, options, command_line())
-    if gradient_tokens:
-        part, slopes = corpus.spread(gradient_tokens), GradientSettings(skip_first=skip_first, seed=seed)
-        if model.in_memory:
-            say(gradients_cost(part, slopes))
-        with Bar("Differentiating", part.sequences) as progress:
-            report = with_gradients(report, anatomy, part, slopes, progress)
-    if depth_tokens:
-        part, deep = shortened(corpus, depth_tokens, QUICK_LEN), DepthSettings(seed, skip_first, size)
-        if model.in_memory:
-            say(effective_cost(part, quick(len(anatomy.stream)), len(anatomy.stream)))
-        with Bar("Estimating depth", PARTS, "parts") as progress:
-            report = with_effective(report, anatomy, part, deep, progress)
-        with Bar("Reading", corpus.sequences) as progress:
-            report = with_phases(report, anatomy, corpus, deep, progress)
-    if ablations:
-        part = corpus.spread(ablation_tokens)
-        total, cost = sweep_cost(
-            anatomy, part, default_schedules(len(anatomy.stream), controls=False, post_ln=anatomy.post_ln)
-        )
-        say(f"Ablations: {cost}")
-        with Bar("Ablating", total, "block evaluations") as progress:
-            swept = default_sweep(anatomy, part, seed, report.layers, report.pairs, progress, skip_first)
-        report = replace(report, ablations=swept.table, merging=swept.merging)
-    path = report.save(target, figures)  # type: ignore[arg-type]
-    show(report, saved=path)
+    asked = Request(data, given, settings, ablations, ablation_tokens, gradient_tokens, depth_tokens, figures)
+    if several:
+        analyze_several(specs, asked, out or Path("reports"), compare=compare, debug=debug)
+        return
+    outcome = analyze_one(specs[0], asked, out)
+    show(outcome.report, saved=outcome.page)

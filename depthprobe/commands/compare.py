@@ -17,6 +17,7 @@ from depthprobe.commands.options import (
     Device,
     Dtype,
     Figures,
+    InterruptedRunError,
     Seed,
     SeqLen,
     TextField,
@@ -25,14 +26,10 @@ from depthprobe.commands.options import (
     check_figures,
     command_line,
 )
-from depthprobe.errors import DepthprobeError, UsageError
+from depthprobe.errors import UsageError
 
 if TYPE_CHECKING:
     from depthprobe.measure import Progress
-
-
-class _InterruptedError(DepthprobeError):
-    exit_code = 130
 
 
 def compare(
@@ -112,7 +109,7 @@ def compare(
                 trust_remote_code=trust_remote_code,
             )  # fmt: skip
         except KeyboardInterrupt:
-            raise _InterruptedError(
+            raise InterruptedRunError(
                 "interrupted; no comparison was written", fix="reports that were done are kept"
             ) from None
     path = comparison.save(out, figures)  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
-"""The report that a command adds to: the one in its folder, or a new one."""
+"""The report that is in a folder already: one that a command adds to, or one that need not be made again."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from depthprobe.commands.options import command_line
 from depthprobe.errors import OutputError
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from depthprobe.report import Report
     from depthprobe.verify import Anatomy
 
-__all__ = ["existing_report"]
+__all__ = ["existing_report", "finished_report"]
+
+_NO_MATTER = {"batch_size"}  # results do not depend on it
 
 
 def existing_report(
@@ -48,3 +50,62 @@ def existing_report(
         measured = measure(anatomy, corpus, settings, progress)
     options = {"tokens": corpus.inputs.shape[0] * corpus.tokens} | vars(settings)
     return build_report(model, corpus, anatomy, measured, settings, options, command_line())
+
+
+def finished_report(
+    target: Path, options: dict[str, Any], opened: tuple[Checkpoint, Corpus] | None = None
+) -> Report | None:
+    """The report that `analyze` left in `target`, None where there is none.
+
+    Args:
+        target: the folder.
+        options: of this analysis, as they stand in a report.
+        opened: the checkpoint and the text, once they are open; before that, only the options are looked at.
+
+    Raises:
+        OutputError: the report there cannot be read, or is of other weights, another text or other options.
+    """
+    from depthprobe.report import Report
+
+    if not (target / "report.json").exists():
+        return None
+    report = Report.load(target)
+    theirs: dict[str, Any] = report.run.get("options") or {}
+    idle = _NO_MATTER if options["ablations"] else _NO_MATTER | {"ablation_tokens"}
+    pairs = {name: (theirs.get(name, "not said"), value) for name, value in options.items() if name not in idle}
+    if opened is not None:
+        pairs |= _identity(report, *opened)
+    odd = [f"{name}: {_short(there)}, here {_short(here)}" for name, (there, here) in pairs.items() if there != here]
+    if odd:
+        raise OutputError(f"{target} holds another report ({'; '.join(odd)})", fix="choose another --out")
+    return report
+
+
+def _identity(report: Report, model: Checkpoint, corpus: Corpus) -> dict[str, tuple[Any, Any]]:
+    """What a report says of its model and its text, beside what these are."""
+    from depthprobe.fingerprint import fingerprint
+
+    of_model = {
+        "architecture": model.architecture,
+        "revision": model.revision,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "fingerprint": fingerprint(model.model, model.offload),
+    }
+    of_text = {
+        "sha256": corpus.sha256,
+        "sequences": corpus.sequences,
+        "tokens": corpus.tokens,
+        "bos": corpus.bos,
+        "first_ids": [] if corpus.is_states else corpus.inputs[0, :16].tolist(),  # another tokenizer
+    }
+    words = {"fingerprint": "fingerprint of the weights", "sha256": "sha256 of the text", "tokens": "tokens a sequence"}
+    return {
+        words.get(name, name): (part.get(name), value)
+        for part, mine in ((report.model, of_model), (report.corpus, of_text))
+        for name, value in mine.items()
+    }
+
+
+def _short(value: Any) -> Any:
+    """Enough of a hash to tell it from another."""
+    return f"{value[:12]}…" if isinstance(value, str) and len(value) in (40, 64) and " " not in value else value

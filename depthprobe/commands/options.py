@@ -9,20 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
-from depthprobe.errors import UsageError
+from depthprobe.errors import DepthprobeError, UsageError
 
 MODEL_PANEL = "The model"
 TEXT_PANEL = "The text"
 OUT_PANEL = "Output"
 
-Spec = Annotated[
-    str,
-    typer.Argument(
-        metavar="CHECKPOINT",
-        show_default=False,
-        help="A hub id or id@revision, a directory in transformers' format, a .gguf file, or nanoGPT's ckpt.pt.",
-    ),
-]
+CHECKPOINT_HELP = "A hub id or id@revision, a directory in transformers' format, a .gguf file, or nanoGPT's ckpt.pt."
+Spec = Annotated[str, typer.Argument(metavar="CHECKPOINT", show_default=False, help=CHECKPOINT_HELP)]
 Data = Annotated[
     str | None,
     typer.Option(
@@ -146,6 +140,12 @@ def check_figures(figures: str) -> None:
     """
     if figures not in ("png", "svg"):
         raise UsageError(f"--figures {figures}", "png or svg")
+
+
+class InterruptedRunError(DepthprobeError):
+    """The user ended a command of which some part is finished and kept."""
+
+    exit_code = 130
 
 
 _typed: list[str] = []

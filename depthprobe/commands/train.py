@@ -8,15 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from depthprobe.commands.options import TEXT_PANEL, Debug, Device, TextField, command_line
-from depthprobe.errors import DepthprobeError, UsageError
+from depthprobe.commands.options import TEXT_PANEL, Debug, Device, InterruptedRunError, TextField, command_line
+from depthprobe.errors import UsageError
 
 MODEL_PANEL = "The model"
 RATE_PANEL = "The optimiser"
-
-
-class _InterruptedError(DepthprobeError):
-    exit_code = 130
 
 
 def train(
@@ -215,7 +211,7 @@ def train(
             )  # fmt: skip
     except KeyboardInterrupt:
         last = f"the state of the last validation is kept in {out}, --resume goes on"
-        raise _InterruptedError("interrupted", fix=last) from None
+        raise InterruptedRunError("interrupted", fix=last) from None
     if not writes():
         return
     loss = "not finite" if result.val_loss is None else f"{result.val_loss:.3f} nats per token"
