@@ -93,14 +93,15 @@ class Placing:
             return asked, None
         for name in _LATER:
             import_module(name)
-        from accelerate import init_empty_weights
         from accelerate.utils import calculate_maximum_sizes
 
-        with init_empty_weights():
+        main = next((name for name in self.max_memory if name not in ("cpu", "disk")), "cpu")
+        if main == "cpu":
+            _give_back()
+        with torch.device("meta"):
             kept = dtype or getattr(config, "dtype", None) or torch.float32
             empty = factory.from_config(config, dtype=kept, trust_remote_code=trust_remote_code)
         total, (largest, _) = calculate_maximum_sizes(empty)
-        main = next((name for name in self.max_memory if name not in ("cpu", "disk")), "cpu")
         limit, taken = self.max_memory[main], _taken(main)
         rest = limit - taken - 2 * largest
         if rest < 2 * LEAST:
@@ -115,8 +116,6 @@ class Placing:
         width = getattr(config.get_text_config(), "hidden_size", 0)
         sums = min(SUMS * width**2 - 2 * largest, rest - LEAST)
         room = max(rest // 2, rest - total, sums)
-        if main == "cpu":
-            _give_back()
         limits = {**self.max_memory, main: rest - room + largest}
         if "cpu" in limits and main != "cpu":
             limits["cpu"] = max(0, limits["cpu"] - _taken("cpu"))
@@ -204,12 +203,14 @@ def _limits(given: Any) -> dict[int | str, int] | None:
 
 
 def _give_back() -> None:
-    """Have memory that is freed given back to the system at once, where the C library can be told so.
+    """Have memory that is freed given back to the system, now and later at once, where the C library can be told so.
 
     Otherwise glibc keeps blocks of up to 32 MiB for later, which count as taken.
     """
     with suppress(OSError, AttributeError, TypeError):
-        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)
+        library = ctypes.CDLL(None)
+        library.mallopt(_MMAP_THRESHOLD, 1 << 20)
+        library.malloc_trim(0)
 
 
 def _taken(device: int | str) -> int:

@@ -387,6 +387,12 @@ class TestWhatIsAsked:
         assert "fetched" not in report.cost
         same(depthprobe.analyze(folders["llama"], IDS, device="cpu", **FEW), report)
 
+    @pytest.mark.parametrize("name", NAMES)
+    def test_of_every_kind(self, folders: dict[str, Path], name: str) -> None:
+        """What a model takes is told from its configuration alone."""
+        inside, limited = load(folders[name], device="cpu"), load(folders[name], max_memory="cpu=64GiB")
+        assert fingerprint(limited.model, limited.offload) == fingerprint(inside.model)
+
     def test_too_little(self, folders: dict[str, Path]) -> None:
         with pytest.raises(CheckpointError, match=r"--max-memory cpu=100 MiB .* expected at least") as caught:
             load(folders["llama"], max_memory="cpu=100MiB")
