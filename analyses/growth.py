@@ -315,6 +315,8 @@ def power(metric: str) -> Callable[[pd.DataFrame], float]:
 
     def measure_one(rows: pd.DataFrame) -> float:
         values = column(rows, metric).iloc[1:]
+        if len(values) < 2:
+            return math.nan
         return float(np.polyfit(np.log(values.index + 1), np.log(values), 1)[0])
 
     return measure_one
@@ -343,9 +345,9 @@ def of_model(name: str) -> Callable[[pd.DataFrame], float]:
 MORE: dict[str, Callable[[pd.DataFrame], float]] = {
     "exponent of ‖x_l‖ over l, whether it fits or not": of_model("growth_power"),
     "R² of that": of_model("r2_power"),
-    "power of ‖Δ‖/‖x‖ over l + 1 (−½ or −1)": power("update_ratio_median"),
-    "power of 1 − cos over l + 1 (−1)": power("block_influence"),
-    "power of the interaction error over l + 1 (−½)": power("interaction_error"),
+    "power of ‖Δ‖/‖x‖ over l + 1, from block 1 on (−½ or −1)": power("update_ratio_median"),
+    "power of 1 − cos over l + 1, from block 1 on (−1)": power("block_influence"),
+    "power of the interaction error over l + 1, from block 1 on (−½)": power("interaction_error"),
     "cos(Δ, x), first third": third("update_alignment", last=False),
     "cos(Δ, x), last third": third("update_alignment", last=True),
     "‖u‖/‖y‖ of attention": share("attention"),
