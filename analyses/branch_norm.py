@@ -4,7 +4,8 @@
 
 As fixed in `PREREGISTRATION.md`: branch-norm of 12 blocks, with and without QK-norm, on the grid of `warmup.py`'s AdamW
 arms but for warm-up 50, then each at its best, and without warm-up, with fresh seeds. Pre-LN and post-LN are the runs
-of `warmup.py`. Writes a row a run to --results and what the blocks do to {states}.
+of `warmup.py`. Writes a row a run to --results and what the blocks do to
+data/results/branch_norm_states.csv.
 """
 
 import argparse
@@ -42,12 +43,11 @@ COLUMNS = (
     "entropy",  # of an attention's weights over the log of the number of positions it sees, mean over heads and tokens
     "coefficient",  # of x_0 in the last state with every branch frozen; stands at block L
 )  # fmt: skip
-__doc__ = __doc__.format(states=f"data/results/{STATES}")
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = runs.arguments(NAME, __doc__ or "")
-    return runs.guarded(parser, run, argv)
+    return runs.started(parser, run, argv)
 
 
 def run(options: argparse.Namespace) -> None:

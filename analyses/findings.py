@@ -40,13 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--figures", type=Path, default=Path("analyses/figures"), help="where the figures go")
     parser.add_argument("--readme", type=Path, default=Path("analyses/README.md"), help="what is rewritten")
     parser.add_argument("--headline", type=Path, default=Path("README.md"), help="where the headline is rewritten")
-    options = parser.parse_args(argv)
-    try:
-        run(options)
-    except DepthprobeError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return study.guarded(parser, run, argv)
 
 
 def run(options: argparse.Namespace) -> None:

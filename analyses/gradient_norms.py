@@ -30,7 +30,7 @@ from torch import Tensor
 from depthprobe.contrast import over_seeds
 from depthprobe.corpus import read
 from depthprobe.criteria import MARGIN
-from depthprobe.errors import DepthprobeError, NonFiniteError, OutputError, UsageError
+from depthprobe.errors import NonFiniteError, OutputError, UsageError
 from depthprobe.lab import LabConfig, LabForCausalLM, read_text
 from depthprobe.lab.blocks import Block
 from depthprobe.lab.byte_tokens import byte_tokenizer
@@ -66,13 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, default=Path("reports/studies"), help="where checkpoints go")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, one thread each (default: %(default)s)")
     parser.add_argument("--untrained", action="store_true", help="leave out G4, which takes training runs")
-    options = parser.parse_args(argv)
-    try:
-        run(options)
-    except DepthprobeError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return study.guarded(parser, run, argv)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -305,7 +299,7 @@ def sentences(table: pd.DataFrame) -> str:
 - The four tests with the training text instead: {", ".join(elsewhere)}.
 - Without what comes through position 0, which "position 0 apart" may also mean for the weights, their first / last is
   {study.ratio(logs(post, "weight_rest"))} in post-LN and {study.ratio(logs(pre, "weight_rest"))} in pre-LN. By that
-  reading G1's test of weights has p = {number(other)} before Holm, and G1 would be supported if Holm leaves that."""
+  reading G1's test of weights has p = {number(other)} before Holm."""
 
 
 TEXTS = {"manual": "for metrics", "library": "for training"}

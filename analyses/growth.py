@@ -34,7 +34,7 @@ from depthprobe.corpus import Corpus
 from depthprobe.criteria import CRITERIA, INITIALISATIONS, Criterion
 from depthprobe.depth.base import DepthSettings, batches
 from depthprobe.depth.paths import Walk
-from depthprobe.errors import DepthprobeError, OutputError, UsageError
+from depthprobe.errors import OutputError, UsageError
 from depthprobe.evidence import FITS
 from depthprobe.measure import Settings, measure
 from depthprobe.probes.base import Dots, mean_tokens, ratio
@@ -75,13 +75,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, default=Path("reports/studies"), help="where their checkpoints are")
     parser.add_argument("--weights", type=Path, default=Path(".weights"), help="where the public models are")
     parser.add_argument("--results", type=Path, default=Path(f"data/results/{NAME}.csv"), help="the table")
-    options = parser.parse_args(argv)
-    try:
-        run(options)
-    except DepthprobeError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return study.guarded(parser, run, argv)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -443,8 +437,8 @@ def notes(table: pd.DataFrame) -> dict[str, str]:
     return {
         "R1": f"The test was changed when its rows were known (see the preregistration). The exponent is over l ≥ 1: "
         f"‖x‖ grows × {first} over block 0 and × {rest} over all others.",
-        "R2": f"It falls and then rises: the least block is × {down} of the first, the last × {up} of the least.",
-        "D2": f"So it does weaken it, to {left} at a norm, not to the predicted 0.71.",
+        "R2": f"The least block is × {down} of the first, and the last × {up} of the least.",
+        "D2": f"What is left of the identity at a norm is {left}; predicted was 0.71, and 1 is no weakening.",
     }
 
 
@@ -462,8 +456,9 @@ SECONDARY = """Secondary, with uncorrected intervals over seeds, which support n
 `undecided` tell where the interval lies beside the criterion's region. R2 and M1 are not about post-LN, which stands
 beside; R1 says nothing of it, since its norms leave no growth. The public models, SmolLM2 in its instruction-tuned
 4-bit weights, are one each, with no interval. At equal loss, each seed's arms are compared at the higher of their two
-last losses, on the line between the checkpoints around it: post-LN is at its end there, pre-LN in the middle of its
-schedule. The arms have the learning rates that suit each best, so what differs is not the placement alone."""
+last losses, on the line between the checkpoints around it: the arm with the higher one is at its end there, the other
+in the middle of its schedule. The arms have the learning rates that suit each best, so what differs is not the
+placement alone."""
 BESIDE = """Beside the criteria, with what theory predicts in brackets. ‖u‖/‖y‖ is the root of the mean square,
 averaged over blocks; where no norm stands on the skips, "per norm" is per branch."""
 LONGER = "longer training, or other widths and initialisations; only width 64 and two public models were tried"

@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = runs.arguments(NAME, __doc__ or "")
     parser.add_argument("--runs", type=Path, help="the trained models (default: pre_vs_post.csv beside --results)")
     parser.add_argument("--merges", action="store_true", help="only M2, which trains nothing")
-    return runs.guarded(parser, run, argv)
+    return runs.started(parser, run, argv)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -102,7 +102,7 @@ def has_pairs(path: Path) -> bool:
 
 def pairs_part(results: Path) -> study.Section:
     """M3."""
-    tables = parallel_pairs.section_of(results)
+    tables = parallel_pairs.tables(results)
 
     def text(found: list[study.Verdict]) -> str:
         figure = f"![Losses of sequential, parallel and half as deep models](figures/{NAME}.png)"

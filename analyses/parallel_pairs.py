@@ -143,7 +143,7 @@ def draw(table: pd.DataFrame, beside: pd.DataFrame, axes: list[Axes]) -> None:
     axes[0].set_xlabel("loss on test, nats a byte (a dot a seed)")
 
 
-def section_of(results: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
+def tables(results: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Both tables, judged runs included."""
     return runs.judged(results / f"{NAME}.csv"), runs.judged(results / f"{BESIDE}.csv")
 

@@ -44,7 +44,7 @@ COLUMNS = ("arm", "blocks", "seed", "name", "variant", "value", "ci_low", "ci_hi
 
 def main(argv: list[str] | None = None) -> int:
     parser = runs.arguments(NAME, __doc__ or "")
-    return runs.guarded(parser, run, argv)
+    return runs.started(parser, run, argv)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -279,11 +279,13 @@ def notes(table: pd.DataFrame, deep: pd.DataFrame) -> dict[str, str]:
     rows = study.arm(deep, name="dependence", variant="first power", blocks=blocks)
     excess = (rows["value"] - rows["twin"]) / blocks
     each = {arm: study.span(over_seeds(excess[rows["arm"] == arm].to_numpy())) for arm in PLACEMENTS}
+    lost = {arm: int((confirmed(table, arm, blocks, stage)["status"] == "failed").sum())
+            for arm, stage in (("pre", "confirm"), ("post", "swapped"))}  # fmt: skip
     lr = confirmed(table, "pre", blocks)["lr"].iloc[0] / confirmed(table, "post", blocks)["lr"].iloc[0]
     return {
-        "P1": f"In the first, post-LN's runs are those that failed. At post-LN's best setting post − pre is "
-        f"{study.span(over_seeds(same))}: pre-LN's best learning rate is {lr:g} times as high. Longer warm-ups than a "
-        "quarter of the steps were not tried.",
+        "P1": f"At pre-LN's best setting {lost['post']} runs of post-LN failed and {lost['pre']} of pre-LN. At "
+        f"post-LN's best post − pre is {study.span(over_seeds(same))}: pre-LN's best learning rate is {lr:g} times as high. "
+        "Longer warm-ups than a quarter of the steps were not tried.",
         "D1": f"Less random twins, over N, and without the gate: pre {each['pre']}, post {each['post']}.",
     }
 

@@ -34,7 +34,7 @@ from torch import Tensor
 from depthprobe.ablations.run import SweepSettings, sweep
 from depthprobe.ablations.schedule import Schedule, skip, swap
 from depthprobe.corpus import Corpus
-from depthprobe.errors import CheckpointError, DepthprobeError, OutputError, UsageError
+from depthprobe.errors import CheckpointError, OutputError, UsageError
 from depthprobe.measure import Settings, measure
 from depthprobe.prepare import prepare
 from depthprobe.probes.growth import SINK_RATIO
@@ -69,13 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sequences", type=int, default=SEQUENCES, help="how many (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a sequence (default: %(default)s)")
     parser.add_argument("--results", type=Path, default=Path(f"data/results/{NAME}.csv"), help="the table")
-    options = parser.parse_args(argv)
-    try:
-        run(options)
-    except DepthprobeError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return study.guarded(parser, run, argv)
 
 
 def run(options: argparse.Namespace) -> None:

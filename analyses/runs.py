@@ -6,7 +6,6 @@ folder below --work keeps the checkpoints that later measurements take; a run wh
 
 import argparse
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields, replace
@@ -23,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from depthprobe.checkpoint import load
 from depthprobe.contrast import over_seeds
 from depthprobe.criteria import MARGIN
-from depthprobe.errors import DepthprobeError, OutputError
+from depthprobe.errors import OutputError
 from depthprobe.lab import LabConfig, LabForCausalLM, Text, TrainResult, TrainSettings, read_text, train
 from depthprobe.lab.byte_tokens import byte_tokenizer
 from depthprobe.lab.runlog import errors_of
@@ -147,23 +146,27 @@ def equalise(model: nn.Module) -> None:
 
 
 @cache
-def text(causal: bool = True) -> Text:
-    """What the lab trains on by default, with the first half of the held-out part for validation: dev."""
+def whole(causal: bool) -> Text:
+    """What the lab trains on by default."""
     tokenizer = byte_tokenizer(masked=not causal, positions=TOKENS)
-    whole = read_text(None, tokenizer, seq_len=TOKENS, objective="causal" if causal else "masked")
-    return replace(whole, held_out=whole.held_out[: len(whole.held_out) // 2])
+    return read_text(None, tokenizer, seq_len=TOKENS, objective="causal" if causal else "masked")
+
+
+@cache
+def text(causal: bool = True) -> Text:
+    """The same, with the first half of the held-out part for validation: dev."""
+    held = whole(causal).held_out
+    return replace(whole(causal), held_out=held[: len(held) // 2])
 
 
 @cache
 def halves(causal: bool = True) -> dict[str, tuple[Tensor, Tensor]]:
     """Ids and labels of dev and test, `[sequences, 64]` each, the same for all runs."""
-    tokenizer = byte_tokenizer(masked=not causal, positions=TOKENS)
-    whole = read_text(None, tokenizer, seq_len=TOKENS, objective="causal" if causal else "masked")
-    half = len(whole.held_out) // 2
-    parts = {"dev": whole.held_out[:half], "test": whole.held_out[half:]}
+    held = whole(causal).held_out
+    test = replace(whole(causal), held_out=held[len(held) // 2 :])
     return {
-        name: tuple(x[:SCORED] for x in replace(whole, held_out=part).validation)  # type: ignore[misc]
-        for name, part in parts.items()
+        name: tuple(x[:SCORED] for x in part.validation)  # type: ignore[misc]
+        for name, part in (("dev", text(causal)), ("test", test))
     }
 
 
@@ -295,6 +298,11 @@ def margin(table: pd.DataFrame, reference: pd.DataFrame) -> float:
     base = study.arm(table, stage="confirm", arm="embedding")
     if base.empty:
         raise OutputError("the model without blocks was not trained yet", fix="run the study to the end")
+    return share(base, reference)
+
+
+def share(base: pd.DataFrame, reference: pd.DataFrame) -> float:
+    """10 % of the distance between the mean losses of two arms; not negative."""
     return max(0.0, MARGIN * float(base["test"].mean() - reference["test"].mean()))
 
 
@@ -348,7 +356,12 @@ def summary(tried: pd.DataFrame, rows: pd.DataFrame) -> list[str]:
 def arguments(name: str, description: str) -> argparse.ArgumentParser:
     """The options that all studies with training have."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=Path(f"data/results/{name}.csv"), help="the table of runs")
+    parser.add_argument(
+        "--results", type=Path,
+        help=f"the table of runs (default: data/results/{name}.csv; with --full below data/results/full, with --steps "
+        "below reports/tried)",
+    )  # fmt: skip
+    parser.set_defaults(name=name)
     parser.add_argument("--work", type=Path, default=Path("reports/studies"), help="where checkpoints go")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, one thread each (default: %(default)s)")
     parser.add_argument("--full", action="store_true", help="width 128, 24 blocks, five times the steps")
@@ -356,15 +369,16 @@ def arguments(name: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def guarded(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None], argv: list[str] | None) -> int:
-    """Run a study with its options; an error is one line."""
-    options = parser.parse_args(argv)
-    try:
+def started(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None], argv: list[str] | None) -> int:
+    """Run a study with its options. Runs of another size have a folder of tables of their own."""
+
+    def placed(options: argparse.Namespace) -> None:
+        if options.results is None:
+            home = "reports/tried" if options.steps else "data/results/full" if options.full else "data/results"
+            options.results = Path(home) / f"{options.name}.csv"
         run(options)
-    except DepthprobeError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+
+    return study.guarded(parser, placed, argv)
 
 
 def sized(options: argparse.Namespace, size: Mapping[str, int]) -> dict[str, int]:

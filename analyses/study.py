@@ -5,10 +5,12 @@ a claim predicts: below −log 1.1 where a ratio is to fall, between −log 1.1 
 differences and equivalence go through one rule.
 """
 
+import argparse
 import csv
 import io
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -23,7 +25,7 @@ from scipy import stats
 
 from depthprobe.contrast import over_seeds, smallest_effect
 from depthprobe.criteria import MARGIN
-from depthprobe.errors import OutputError
+from depthprobe.errors import DepthprobeError, OutputError
 from depthprobe.estimate import Interval
 from depthprobe.lab.runlog import errors_of
 from depthprobe.lab.search import end_with
@@ -46,6 +48,7 @@ __all__ = [
     "changed",
     "collect",
     "effect",
+    "guarded",
     "holm",
     "least_effect",
     "lies",
@@ -167,6 +170,17 @@ def read(path: Path) -> pd.DataFrame:
 def arm(table: pd.DataFrame, **wanted: str | int | float) -> pd.DataFrame:
     """The rows that have these values."""
     return table[np.logical_and.reduce([table[name] == value for name, value in wanted.items()])]
+
+
+def guarded(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None], argv: list[str] | None) -> int:
+    """Run a script with its options; an error is one line. Returns the exit status."""
+    options = parser.parse_args(argv)
+    try:
+        run(options)
+    except DepthprobeError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
 
 
 # Tests over seeds

@@ -43,7 +43,7 @@ COLUMNS = (
 
 def main(argv: list[str] | None = None) -> int:
     parser = runs.arguments(NAME, __doc__ or "")
-    return runs.guarded(parser, run, argv)
+    return runs.started(parser, run, argv)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -147,7 +147,7 @@ def chosen(table: pd.DataFrame, arm: str) -> pd.DataFrame:
 def primary(table: pd.DataFrame) -> list[study.Test]:
     """The test of the preregistration."""
     pre, post, base = (chosen(table, arm) for arm in ("pre", "post", "embedding"))
-    margin = max(0.0, runs.MARGIN * float(base["test"].mean() - pre["test"].mean()))
+    margin = runs.share(base, pre)
     about = f"loss on new text after fine-tuning, post − pre at equal loss before, nats; predicted below −{margin:.3f}"
     values = tuple(post["test"].to_numpy() - pre["test"].to_numpy())
     return [study.Primary("P2", about, values, -math.inf, -margin, logs=False)]
@@ -155,11 +155,12 @@ def primary(table: pd.DataFrame) -> list[study.Test]:
 
 def overview(table: pd.DataFrame) -> str:
     """Every arm and learning rate, in markdown."""
-    head = ["arm", "learning rate", "chosen", "pretraining steps, mean", "pretraining loss, less the level",
-            "new text before", "new text after", "seeds"]  # fmt: skip
+    head = ["arm", "learning rate", "chosen (edge of those tried)", "pretraining steps, mean",
+            "pretraining loss, less the level", "new text before", "new text after", "seeds"]  # fmt: skip
     lines = []
     for (arm, lr), rows in table.groupby(["arm", "lr"], sort=False):
-        best = "yes" if chosen(table, arm)["lr"].iloc[0] == lr else ""
+        edge = " (edge)" if lr in (table["lr"].min(), table["lr"].max()) else ""
+        best = f"yes{edge}" if chosen(table, arm)["lr"].iloc[0] == lr else ""
         off = number(float((rows["pretrained"] - rows["level"]).mean())) if arm != "embedding" else "–"
         spans = [study.span(over_seeds(rows[name].to_numpy())) for name in ("before", "test")]
         steps = f"{rows['step'].mean():,.0f}"
@@ -186,9 +187,8 @@ INTRODUCTION = f"""### P2: fine-tuning from equal loss (`{NAME}.py`)
 12 blocks, width 64. Each seed's level is the higher of both arms' final losses on dev in `pre_vs_post.py`; each arm
 starts from its checkpoint nearest to it, {STEPS} steps on English that no model had seen. Losses on its test half,
 nats a byte, paired by seed; the margin is 10 % of what separates pre-LN from a model without blocks, fine-tuned
-likewise. The arm that is ahead starts from the middle of its schedule, where the learning rate is still high, the
-other from its end: what that does is not told apart from the placement. All arms do best at the largest learning rate
-that was tried."""
+likewise. An arm that had got below the level starts from the middle of its schedule, where the learning rate is still
+high: what that does is not told apart from the placement."""
 FIGURE = f"![Loss on the new text by learning rate](figures/{NAME}.png)"
 MINDS = {
     "P2": "a fine-tuning task that is no language modelling, or models of a size at which fine-tuning is done",

@@ -46,7 +46,7 @@ WORDS = {
 
 def main(argv: list[str] | None = None) -> int:
     parser = runs.arguments(NAME, __doc__ or "")
-    return runs.guarded(parser, run, argv)
+    return runs.started(parser, run, argv)
 
 
 def run(options: argparse.Namespace) -> None:

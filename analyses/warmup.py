@@ -36,7 +36,7 @@ WORDS = {"adamw": "AdamW", "radam": "RAdam", "sgd": "SGD with momentum"}
 
 def main(argv: list[str] | None = None) -> int:
     parser = runs.arguments(NAME, __doc__ or "")
-    return runs.guarded(parser, run, argv)
+    return runs.started(parser, run, argv)
 
 
 def run(options: argparse.Namespace) -> None:

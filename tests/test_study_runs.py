@@ -149,6 +149,16 @@ def test_equal_gradients(runs: ModuleType, tmp_path: Path) -> None:
     assert any(not torch.equal(x, y) for x, y in zip(one.parameters(), other.parameters(), strict=True))
 
 
+def test_other_sizes_have_tables_of_their_own(runs: ModuleType) -> None:
+    """--full and --steps must not write among the rows that the findings are made of."""
+    seen = []
+    for given in ([], ["--full"], ["--steps", "5"], ["--full", "--results", "x.csv"]):
+        assert runs.started(runs.arguments("warmup", ""), lambda options: seen.append(options.results), given) == 0
+    assert [str(path) for path in seen] == [
+        "data/results/warmup.csv", "data/results/full/warmup.csv", "reports/tried/warmup.csv", "x.csv",
+    ]  # fmt: skip
+
+
 # Matched arms
 
 
