@@ -284,8 +284,8 @@ def notes(table: pd.DataFrame, deep: pd.DataFrame) -> dict[str, str]:
     lr = confirmed(table, "pre", blocks)["lr"].iloc[0] / confirmed(table, "post", blocks)["lr"].iloc[0]
     return {
         "P1": f"At pre-LN's best setting {lost['post']} runs of post-LN failed and {lost['pre']} of pre-LN. At "
-        f"post-LN's best post − pre is {study.span(over_seeds(same))}: pre-LN's best learning rate is {lr:g} times as high. "
-        "Longer warm-ups than a quarter of the steps were not tried.",
+        f"post-LN's best post − pre is {study.span(over_seeds(same))}. Pre-LN's best learning rate is {lr:g} times as "
+        "high. Longer warm-ups than a quarter of the steps were not tried.",
         "D1": f"Less random twins, over N, and without the gate: pre {each['pre']}, post {each['post']}.",
     }
 
