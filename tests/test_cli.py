@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,37 @@ def test_python_gives_the_numbers_of_the_command_line(folder: Path, tmp_path: Pa
     saved = depthprobe.Report.load(tmp_path / "a")
     pd.testing.assert_frame_equal(report.layers, saved.layers, check_exact=True)
     pd.testing.assert_frame_equal(report.pairs, saved.pairs, check_exact=True)
+
+
+@pytest.fixture
+def kept_threads() -> Iterator[None]:
+    """Leave torch's threads to the other tests as they were."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("kept_threads")
+@pytest.mark.parametrize("command", ["analyze", "ablate", "stages", "prune", "depth", "gradients"])
+def test_every_command_that_computes_takes_threads(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    needed = ["--out", "missing-folder/new", "--drop", "1"] if command == "prune" else []
+    assert "--threads 0" in failure(capsys, 2, command, "missing-folder/", *needed, "--threads", "0")
+    before = torch.get_num_threads()
+    for given, wanted in ([], before), (["--threads", before + 2], before + 2):
+        assert "no such file" in failure(capsys, 1, command, "missing-folder/", *needed, *given)
+        assert torch.get_num_threads() == wanted
+
+
+@pytest.mark.usefixtures("kept_threads")
+def test_the_report_says_how_many_threads(folder: Path, tmp_path: Path) -> None:
+    import depthprobe
+
+    before = torch.get_num_threads()
+    assert depthprobe.analyze(folder / "tiny", data=np.load(folder / "ids.npy")).run["machine"]["threads"] == before
+    assert torch.get_num_threads() == before  # Python's user sets them
+    given = ("--threads", before + 1, "--no-ablations", "--gradient-tokens", 0, "--depth-tokens", 0)
+    assert run("analyze", folder / "tiny", "--data", folder / "ids.npy", "--out", tmp_path, *given) == 0
+    assert depthprobe.Report.load(tmp_path).run["machine"]["threads"] == before + 1
 
 
 def test_inspect_prints_blocks_and_deltas(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,6 +45,10 @@ TextField = Annotated[
     str, typer.Option(help="The field of .jsonl or a dataset that holds the text.", rich_help_panel=TEXT_PANEL)
 ]
 Seed = Annotated[int, typer.Option(help="Of every random draw and of the bootstrap.")]
+Threads = Annotated[
+    int | None,
+    typer.Option(help="CPU threads of torch; by default as many as it chooses.", show_default=False),
+]
 Dtype = Annotated[
     str,
     typer.Option(help="float32, bfloat16, float16; auto keeps the checkpoint's.", rich_help_panel=MODEL_PANEL),
@@ -161,8 +165,28 @@ def command_line() -> str:
     return shlex.join(["depthprobe", *_typed])
 
 
+def set_threads(threads: int | None) -> None:
+    """Have torch run on so many threads in this process; None leaves its own choice.
+
+    Raises:
+        UsageError: less than one.
+    """
+    if threads is None:
+        return
+    if threads < 1:
+        raise UsageError(f"--threads {threads}", "1 or more")
+    import torch
+
+    torch.set_num_threads(threads)
+
+
 def preparation(values: dict[str, Any]) -> dict[str, Any]:
-    """Of a command's arguments, those that `prepare` takes besides the checkpoint and the data."""
+    """Of a command's arguments, those that `prepare` takes besides the checkpoint and the data; `threads` is set.
+
+    Raises:
+        UsageError: less than one thread.
+    """
+    set_threads(values["threads"])
     names = ("tokens", "seq_len", "seed", "bos", "text_field")
     placing = ("device", "device_map", "max_memory", "offload_folder")
     loading = ("dtype", "revision", "tokenizer", "trust_remote_code")
