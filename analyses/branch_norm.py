@@ -26,10 +26,10 @@ from matplotlib.axes import Axes
 from runs import Run
 from torch import Tensor, nn
 
+from depthprobe.contrast import over_seeds
 from depthprobe.lab import LabConfig, LabForCausalLM
 from depthprobe.lab.byte_tokens import byte_tokenizer
 from depthprobe.report.panels import LIGHT
-from depthprobe.report.tables import number
 
 NAME = "branch_norm"
 ARMS, WARMUPS, SEEDS, SEQUENCES = ("branch", "branch-qk"), (0, 200), (1, 2, 3, 4, 5), 64
@@ -170,21 +170,19 @@ def primary(table: pd.DataFrame, beside: pd.DataFrame, states: pd.DataFrame) -> 
         runs.compared("V1", about, warmup.at_best(table, "branch"), pre, (margin, math.inf)),
         study.Primary(
             "V1", "coefficient of x_0 in x_L at initialisation, branches frozen; predicted 0 (blocked), by algebra 1",
-            tuple(frozen), -0.1, 0.1, logs=False,
+            tuple(frozen), -0.1, 0.1, logs=False, label="coefficient of x_0 in x_L, branches frozen",
         ),
     ]  # fmt: skip
 
 
 def overview(table: pd.DataFrame, beside: pd.DataFrame) -> str:
     """What was chosen and what it came to, in markdown."""
-    head = ["arm", "warm-up", "failed in the grid", "chosen learning rate", "of the grid", "loss on test", "failed",
-            "seeds"]  # fmt: skip
     lines = []
     for arm, source in (("pre", beside), ("post", beside), ("branch", table), ("branch-qk", table)):
         for warm in (False, True):
             tried = warmup.with_or_without(study.arm(source, stage="grid", arm=arm, optimizer="adamw"), warm)
             lines.append([arm, *runs.summary(tried, warmup.confirmed(source, arm, "adamw", warm))])
-    return study.markdown(head, lines)
+    return study.markdown(["arm", *runs.SUMMARY], lines)
 
 
 def sentences(states: pd.DataFrame) -> Iterator[str]:
@@ -192,14 +190,17 @@ def sentences(states: pd.DataFrame) -> Iterator[str]:
     for (arm, when), rows in states.groupby(["arm", "when"], sort=False):
         last = rows["block"].max()
         ends, inner = rows[rows["block"] == last], rows[rows["block"] < last]
-        growth = study.ratio(np.log(ends["squared"] / ends["expected"]))
+        growth = np.log(ends["squared"] / ends["expected"]).to_numpy()
         wrote = inner.pivot(index="seed", columns="block", values="written")
-        input_ = study.ratio(np.log(wrote[last - 1] / wrote[0]))
-        even = inner.groupby("block")["entropy"].mean()
+        input_ = np.log(wrote[last - 1] / wrote[0]).to_numpy()
+        even = inner.groupby("seed")["entropy"].agg(["mean", "min"])
+        shown = [study.least(each, logs=True) for each in (growth, input_)]
+        shown += [study.least(even[name].to_numpy()) for name in even]
         yield (
-            f"- {arm}, {when}: ‖x_L‖² over ‖x_0‖² + 2 L d is {growth}; ‖F‖ of the last MLP before its norm, over that "
-            f"of the first, {input_}; entropy of attention over its largest, mean of all blocks, "
-            f"{number(even.mean())}, least even block {number(even.min())} ({len(ends)} seeds)."
+            f"- {arm}, {when}: ‖x_L‖² over ‖x_0‖² + 2 L d is {study.ratio(growth)}; ‖F‖ of the last MLP before its "
+            f"norm, over that of the first, {study.ratio(input_)}; entropy of attention over its largest, mean of all "
+            f"blocks, {study.span(over_seeds(even['mean']))}, least even block {study.span(over_seeds(even['min']))} "
+            f"({len(ends)} seeds, smallest effects {', '.join(shown)})."
         )
 
 
@@ -222,7 +223,8 @@ INTRODUCTION = f"""### V1: x + N(F(x)) (`{NAME}.py`)
 warm-up 50. Losses on the test half, nats a byte, paired by seed; the margin is 10 % of what separates pre-LN from a
 model without blocks. The claim makes three predictions."""
 FIGURE = f"![Loss over learning rate, and ‖x_l‖² over depth, of branch-norm](figures/{NAME}.png)"
-SECONDARY = "Secondary, with uncorrected intervals. Gradients of branch-norm over depth are in the part on G1 and G2."
+SECONDARY = """Secondary, with uncorrected intervals over seeds, which support nothing. Gradients of branch-norm over
+depth are in the part on G1 and G2."""
 MINDS = {
     "V1": "runs without warm-up that fail in deeper or wider models, or longer training after which pre-LN is ahead",
 }

@@ -96,18 +96,28 @@ def claims(sections: Sequence[study.Section], found: Sequence[study.Verdict]) ->
             "what would change our mind"]  # fmt: skip
     made = sum(isinstance(test, study.Primary | study.Counted) for test, *_ in found)
     text = f"""`supported` is after Holm's correction over all primary tests, of which {tests} are here and {made}
-could be made; it grows with the studies that are still to come. `contradicted` is by an interval that excludes the
-prediction, without correction. A claim with several tests is supported if all are, and contradicted if one is, whatever
-the others say. The verdict is on the prediction in the fourth column, at the size and length of training of its study,
-and on no wider reading of the claim."""
+could be made; their number grows with the studies that are still to come. `contradicted` is by an interval that
+excludes the prediction, without correction. A claim with several tests is supported if all are, and contradicted if one
+is, whatever the others say. The verdict is on the prediction in the fourth column, at the size and length of training
+of its study, and on no wider reading of the claim. What stands there beside the tests, after their verdicts, is
+secondary and supports nothing.
+
+"Smallest effect", here and in all parts below, is what so many seeds, as far apart as these, show at 80 % power
+(two-sided, 5 %, before Holm): of a primary test a distance from the boundary of what was predicted, of any other mean a
+distance from whatever fixed value one has in mind, a factor (×) where it is the mean of a ratio's logs."""
     return f"{text}\n\n{study.markdown(head, rows)}"
 
 
 def measured(mine: Sequence[study.Verdict], part: study.Section) -> str:
     """What the tests of a claim measured, predicted and found, and what else there is to know."""
-    several = len(mine) > 1
-    parts = [f"{test.sentence}: {study.effect(test)}" + (f" ({word})" if several else "") for test, _, word in mine]
-    return "<br>".join([*parts, *filter(None, [part.notes.get(mine[0][0].claim)])])
+    name, parts = mine[0][0].claim, []
+    for test, _, word in mine:
+        least = study.least_effect(test)
+        beside = [f"smallest effect {least}"] if least != "–" else []
+        beside += [word] if len(mine) > 1 else []
+        parts.append(f"{test.sentence}: {study.effect(test)}" + (f" ({'; '.join(beside)})" if beside else ""))
+    changed = [CHANGED] if name in part.changed else []
+    return "<br>".join([*parts, *changed, *filter(None, [part.notes.get(name)])])
 
 
 def headline(sections: Sequence[study.Section]) -> str:
@@ -122,23 +132,37 @@ def headline(sections: Sequence[study.Section]) -> str:
     for name in (name for name in order if name in words):
         mine = [each for each in found if each[0].claim == name]
         part = next(each for each in sections if any(test.claim == name for test in each.tests))
-        rows.append([f"{say_of[name]} ({name})", f"**{words[name]}**", measured(mine, part)])
+        mark = " †" if name in part.changed else ""
+        seeds = "/".join(dict.fromkeys(study.seeds_of(test) for test, *_ in mine))
+        rows.append([f"{say_of[name]} ({name})", f"**{words[name]}**{mark}", briefly(mine), seeds])
     counts = [(word, [name for name in words if words[name] == word]) for word in ORDER]
     tally = ", ".join(f"{len(names)} {word}" for word, names in counts if names)
     open_ = len(CLAIMS) - len(words)
     rest = f"; {open_} are not tested yet" if open_ else ""
+    marked = " (†: a test when its rows were known)" if any(each.changed for each in sections) else ""
     text = f"""Of {len(CLAIMS)} claims of two widely read notes on layer normalisation, tested on models of width 64:
-{tally}{rest}. A verdict is on the prediction in the third
-column, at this size and length of training, and on no wider reading of the claim; a mean that points the right way
-supports nothing. The tests were fixed beforehand in `analyses/PREREGISTRATION.md`, which also lists what was changed;
-every run, the failed ones too, is in `data/results/`. More, and what would change our mind:
+{tally}{rest}. A verdict is on the prediction beside the
+effect, at this size and length of training, and on no wider reading of the claim; a mean that points the right way
+supports nothing. The tests were fixed beforehand in `analyses/PREREGISTRATION.md`, which also lists what was
+changed{marked}; every run, the failed ones too, is in `data/results/`. What each test
+is, what it could have shown, what else was found and what would change our mind:
 [analyses/README.md](analyses/README.md#findings)."""
     figures = [FIGURE] if any(each.name == "growth" for each in sections) else []
-    return "\n\n".join(
-        [text, study.markdown(["claim", "verdict", "what was measured [95 % interval over seeds]"], rows), *figures]
-    )
+    head = ["claim", "verdict", "effect [95 % interval over seeds]", "seeds"]
+    return "\n\n".join([text, study.markdown(head, rows), *figures])
 
 
+def briefly(mine: Sequence[study.Verdict]) -> str:
+    """What the tests of a claim measured, what they found and what was predicted, in a few words each."""
+    parts = []
+    for test, _, word in mine:
+        beside = [study.region(test)] if isinstance(test, study.Primary) else []
+        beside += [word] if len(mine) > 1 else []
+        parts.append(f"{study.label(test)}: {study.effect(test)}" + (f" ({', '.join(beside)})" if beside else ""))
+    return "<br>".join(parts)
+
+
+CHANGED = "A test was changed when its rows were known (see the preregistration)."
 ORDER = ("supported", "contradicted", "undecided", study.UNJUDGED)
 FIGURE = "![How the stream grows and neighbouring states differ, over depth](analyses/figures/growth.png)"
 

@@ -52,6 +52,7 @@ COLUMNS = (
     "first_share",  # of Σ ‖∂ℓ/∂x_layer‖² over a sequence that is at position 0
     "skip_attention", "skip_mlp",  # post-LN: ‖s‖/‖y‖, what is left of the state in what is normalised; median token
 )  # fmt: skip
+LABELS = {"weight": "gradient of weights, first block over last", "median": "gradient of states, x_1 over x_L"}
 RATIOS = {
     "weight": "weights: ‖∂ℓ/∂W‖ of the MLP's second matrix, first block over last",
     "median": "states: the median token's ‖∂ℓ/∂x‖, x_1 over x_L",
@@ -239,7 +240,8 @@ def primary(table: pd.DataFrame, **instead: str) -> list[study.Primary]:
     for claim, placement, region, limits in predicted:
         rows = study.arm(table, placement=placement, **MAIN | instead)
         for metric, words in RATIOS.items():
-            tests.append(study.Primary(claim, f"{placement}, {words}; predicted {region}", logs(rows, metric), *limits))
+            about = f"{placement}, {words}; predicted {region}"
+            tests.append(study.Primary(claim, about, logs(rows, metric), *limits, label=LABELS[metric]))
     return tests
 
 
@@ -251,18 +253,19 @@ def overview(table: pd.DataFrame, alike: int = 0) -> str:
         alike: in how many of text, L and sequences an arm must be like the primary tests' to be shown.
     """
     head = ["text", "sequences", "L", "placement", "weights, first / last", "", "median token, x_1 / x_L", "",
-            "Π ‖s‖/‖y‖", "position 0's share at x_1", "seeds", "smallest effect, weights and states"]  # fmt: skip
+            "Π ‖s‖/‖y‖", "position 0's share at x_1", "seeds", "smallest effect, in this order"]  # fmt: skip
     lines = []
     for (text, placement, blocks, sequences), rows in table.groupby([*KEYS[:4]], sort=False):
         if sum(MAIN[name] == rows[name].iloc[0] for name in MAIN) < alike:
             continue
         found = [logs(rows, metric) for metric in RATIOS]
         ratios = [cell for each in found for cell in (study.ratio(each), study.changed(each))]
-        product = study.ratio(log_product(rows)) if placement == "post" else ""
-        effects = " and ".join(f"× {number(math.exp(study.smallest(each)))}" for each in found)
-        share = number(float(at(rows, "first_share", 1).mean()))
+        skips = [log_product(rows)] if placement == "post" else []
+        product = study.ratio(skips[0]) if skips else ""
+        share = at(rows, "first_share", 1).to_numpy()
+        effects = ", ".join([*(study.least(each, logs=True) for each in [*found, *skips]), study.least(share)])
         about = [TEXTS[text], str(sequences), str(blocks), placement]
-        lines.append([*about, *ratios, product, share, str(len(found[0])), effects])
+        lines.append([*about, *ratios, product, study.span(over_seeds(share)), str(len(found[0])), effects])
     return study.markdown(head, lines)
 
 
@@ -274,45 +277,72 @@ def section(results: Path, name: str = f"{NAME}.csv") -> study.Section:
 
     def text(found: list[study.Verdict]) -> str:
         mine, theirs = ([each for each in found if (each[0].claim == "G4") is of_g4] for of_g4 in (False, True))
-        parts = [INTRODUCTION, study.verdicts(mine), FIGURE, SECONDARY, overview(table, alike=2), sentences(table)]
-        return "\n\n".join([*parts, *([oscillation.text(trained, theirs)] if trained else [])])
+        parts = [introduction(table), study.verdicts(mine), FIGURE, SECONDARY, overview(table, alike=2)]
+        return "\n\n".join([*parts, sentences(table), *([oscillation.text(trained, theirs)] if trained else [])])
 
     figure = study.Figure(NAME, partial(draw, table), 5.4, 2)
-    return study.Section(NAME, (*primary(table), *more), text, (figure,), MINDS)
+    return study.Section(NAME, (*primary(table), *more), text, (figure,), MINDS, notes(table))
+
+
+def notes(table: pd.DataFrame) -> dict[str, str]:
+    """What the verdicts do not say."""
+    top = over_seeds(top_slope(table, "weight"))
+    rest = {arm: logs(study.arm(table, placement=arm, **MAIN), "weight_rest") for arm in ("post", "pre")}
+    apart = {arm: f"{study.ratio(values)} without what comes through position 0" for arm, values in rest.items()}
+    return {
+        "G1": f"Of weights, the ratio is {apart['post']} (the preregistration can be read either way).",
+        "G2": f'"Small at the top" is not among the tests: exponent of the last block\'s over L, predicted −½, '
+        f"{study.span(top)}. Of weights, the ratio is {apart['pre']}.",
+    }
 
 
 def sentences(table: pd.DataFrame) -> str:
     """What the secondary numbers came to."""
     post, pre = (study.arm(table, placement=placement, **MAIN) for placement in ("post", "pre"))
     product = log_product(post)
-    slopes = {metric: over_seeds(top_slope(table, metric)) for metric in RATIOS}
-    powers = {m: f"{study.span(s)} ({study.lies(s, -0.5 - MARGIN / 2, -0.5 + MARGIN / 2)})" for m, s in slopes.items()}
+    slopes = {metric: top_slope(table, metric) for metric in RATIOS}
+    where = {m: study.lies(over_seeds(each), -0.5 - MARGIN / 2, -0.5 + MARGIN / 2) for m, each in slopes.items()}
+    powers = {
+        m: f"{study.span(over_seeds(each))} ({where[m]}, smallest effect {study.least(each)})"
+        for m, each in slopes.items()
+    }
     depths = ", ".join(str(blocks) for blocks in sorted(table["blocks"].unique()))
     elsewhere = [f"{test.claim} {word}" for test, _, word in study.adjusted(primary(table, text="library"))]
     branches = np.subtract(logs(post, "median"), product)
     rest = study.Primary("G1", "", logs(post, "weight_rest"), -math.inf, -study.LOG_MARGIN)
     other = study.probability(rest)
     return f"""- G1: the skips alone would leave Π ‖s‖/‖y‖ = {study.ratio(product)} of the gradient at
-  L = {MAIN["blocks"]}; the median token's ratio is {study.ratio(branches)} times that.
+  L = {MAIN["blocks"]}; the median token's ratio is {study.ratio(branches)} times that (smallest effect
+  {study.least(branches, logs=True)}).
 - G2: exponent of the gradient at the top over L = {depths}, predicted −½ ± 10 %: {powers["weight"]}
   for the last block's weight, {powers["median"]} for x_L.
-- The four tests with the training text instead: {", ".join(elsewhere)}.
+- The four tests with the training text instead, after Holm over these four: {", ".join(elsewhere)}.
 - Without what comes through position 0, which "position 0 apart" may also mean for the weights, their first / last is
-  {study.ratio(logs(post, "weight_rest"))} in post-LN and {study.ratio(logs(pre, "weight_rest"))} in pre-LN. By that
-  reading G1's test of weights has p = {number(other)} before Holm."""
+  {study.ratio(rest.values)} in post-LN and {study.ratio(logs(pre, "weight_rest"))} in pre-LN (smallest effects
+  {study.least(rest.values, logs=True)} and {study.least(logs(pre, "weight_rest"), logs=True)}). By that reading G1's
+  test of weights has p = {number(other)} before Holm.
+
+All of these are over the same {post["seed"].nunique()} seeds."""
 
 
 TEXTS = {"manual": "for metrics", "library": "for training"}
-INTRODUCTION = f"""### G1, G2: gradients at initialisation (`{NAME}.py`)
+FIGURE = f"""![Gradient over depth at initialisation, relative to the top, in pre-LN, post-LN and branch-norm, a thin
+line a seed, thick their geometric mean](figures/{NAME}.png)"""
+SECONDARY = f"""Secondary, with uncorrected intervals over seeds, which support nothing: one thing changed at a time.
+`changed` is against 1, with the margin of 10 %. ‖s‖/‖y‖ is what is left of the state in the sum that a norm is given,
+median token. Position 0's share is of Σ ‖∂ℓ/∂x_1‖² over a sequence; were all alike, it would be 1/{TOKENS}."""
+
+
+def introduction(table: pd.DataFrame) -> str:
+    """What was measured on what."""
+    return f"""### G1, G2: gradients at initialisation (`{NAME}.py`)
 
 Width 64, Xavier, {MAIN["blocks"]} blocks, {MAIN["sequences"]} sequences of {TOKENS} bytes. Ratios are geometric means
-over seeds, each an initialisation and a draw of sequences. A claim is supported if both of its tests are, and
-contradicted if one of them is. p is that of a mean outside the predicted region; the smallest effect is a distance from
-its boundary, before Holm. An interval wider than from 1/1.1 to 1.1 cannot show that nothing changed, wherever it
-lies."""
-FIGURE = f"![Gradient over depth, in pre-LN, post-LN and branch-norm](figures/{NAME}.png)"
-SECONDARY = """Secondary, with uncorrected intervals, which support nothing: one thing changed at a time. `changed` is
-against 1, with the margin of 10 %. Were all positions alike, position 0 would have a share of 1/64."""
+over seeds {table["seed"].min()} to {table["seed"].max()}, each an initialisation and a draw of sequences. A claim is
+supported if both of its tests are, and contradicted if one of them is. p is that of a mean outside the predicted
+region. An interval wider than from 1/1.1 to 1.1 cannot show that nothing changed, wherever it lies."""
+
+
 ELSEWHERE = "an interval on the other side of the margin, with another width, initialisation, head or text"
 MINDS = {"G1": ELSEWHERE, "G2": ELSEWHERE, "G4": oscillation.MIND}
 

@@ -4,12 +4,13 @@
 
 As fixed in `PREREGISTRATION.md`: pre-LN and post-LN of 12 blocks at ten initialisations and trained (the confirmation
 runs of `pre_vs_post.py`, at equal tokens and at equal validation loss), and SmolLM2-135M and MiniLM, one model each,
-as they are in .weights. The text is what `analyze` reads by default, so is what is measured; beside that, the identity
-path from x_0 to every state, with the norms after a sum held at their statistics.
+as they are in .weights. Beyond that, as secondary numbers: pre-LN trained at post-LN's learning rate and warm-up. The
+text is what `analyze` reads by default, so is what is measured; beside that, the identity path from x_0 to every state,
+with the norms after a sum held at their statistics.
 
 Writes a row a model and layer to --results as it goes; a run that was stopped goes on where it was, and measures what
-there is while trained models are missing. Tables, figures and findings are made from these rows alone, and into the
-README by `findings.py`.
+there is while trained models are missing. Models whose checkpoints are gone are trained again, some two minutes each.
+Tables, figures and findings are made from these rows alone, and into the README by `findings.py`.
 """
 
 import argparse
@@ -26,7 +27,8 @@ import pandas as pd
 import study
 import torch
 from matplotlib.axes import Axes
-from models import END, LOSS, PLACEMENTS, Point, Trained
+from models import END, LOSS, MATCHED, PLACEMENTS, Point, Trained
+from runs import Run
 
 from depthprobe.analysis import build_report
 from depthprobe.contrast import over_seeds
@@ -36,6 +38,7 @@ from depthprobe.depth.base import DepthSettings, batches
 from depthprobe.depth.paths import Walk
 from depthprobe.errors import OutputError, UsageError
 from depthprobe.evidence import FITS
+from depthprobe.lab import TrainSettings
 from depthprobe.measure import Settings, measure
 from depthprobe.probes.base import Dots, mean_tokens, ratio
 from depthprobe.progress import Bar
@@ -49,7 +52,7 @@ NAME = "growth"
 CLAIMS = ("R1", "R2", "M1", "D2")
 BLOCKS, TOKENS, PUBLIC_TOKENS = 12, 8192, 4096
 PUBLIC = {"SmolLM2-135M": ("pre", "SmolLM2-135M-Instruct.Q4_1.gguf", 30), "MiniLM": ("post", "all-MiniLM-L6-v2", 6)}
-KEYS = ("source", "arm", "name", "blocks", "seed", "at")  # at: start, end (equal tokens), loss (equal loss)
+KEYS = ("source", "arm", "name", "blocks", "seed", "at")  # at: start, end (equal tokens), loss (equal loss), matched
 BY_LAYER = (
     "residual_norm", "residual_norm_median",
     "update_norm", "update_ratio", "update_ratio_median", "update_share", "update_energy_share", "update_alignment",
@@ -116,16 +119,17 @@ class Measure:
     def __call__(
         self, source: str, arm: str, name: str, blocks: int, seed: int, at: str
     ) -> Iterator[tuple[int | float | str, ...]]:
-        if source == "trained" and (arm, seed) in self.trained.failed:
+        run = self.trained.run(arm, seed, at) if source == "trained" else None
+        if run and run in self.trained.failed:
             return iter([(0, "failed", *[math.nan] * (len(COLUMNS) - len(KEYS) - 2))])
-        if source == "init":
-            table = rows_of(*models.opened(models.fresh(arm, blocks, seed), TOKENS))
-        elif source == "public":
-            table = rows_of(*models.opened(public(self.weights, name), PUBLIC_TOKENS))
-        else:
+        if run:
             place = self.trained.place(arm, seed, at)
-            parts = [(weight, checkpoint_rows(self.trained, arm, seed, point)) for weight, point in place.points]
+            parts = [(weight, checkpoint_rows(self.trained, run, point)) for weight, point in place.points]
             table = models.mixed(parts, ("layer", "unit"))
+        elif source == "init":
+            table = rows_of(*models.opened(models.fresh(arm, blocks, seed), TOKENS))
+        else:
+            table = rows_of(*models.opened(public(self.weights, name), PUBLIC_TOKENS))
         return table.itertuples(index=False, name=None)
 
 
@@ -142,10 +146,10 @@ def public(weights: Path, name: str) -> Path:
 
 
 @cache
-def checkpoint_rows(trained: Trained, arm: str, seed: int, point: Point) -> pd.DataFrame:
+def checkpoint_rows(trained: Trained, run: Run, point: Point) -> pd.DataFrame:
     """Those of one checkpoint of a trained model, which the end and equal loss often share."""
-    table = rows_of(*models.opened(trained.model(arm, seed, point), TOKENS))
-    step = trained.runs[arm, seed].steps if point.step is None else point.step
+    table = rows_of(*models.opened(trained.model(run, point), TOKENS))
+    step = run.steps if point.step is None else point.step
     table.loc[table["unit"] == "model", ["step", "val_loss"]] = step, point.loss
     return table
 
@@ -194,7 +198,7 @@ def load(path: Path, blocks: int = BLOCKS) -> pd.DataFrame:
     """The table: our models of so many blocks, and the public ones."""
     table = study.read(path)
     table = table[(table["blocks"] == blocks) | (table["source"] == "public")]
-    models.refuse_several(table[table["source"] != "public"], ("source", "arm", "seed"), path)
+    models.refuse_several(table[table["source"] != "public"], ("source", "arm", "seed", "at"), path)
     return table
 
 
@@ -223,14 +227,19 @@ def report_of(rows: pd.DataFrame) -> Report:
 
 
 def numbers(criterion: Criterion, found: dict[int, Report]) -> list[float] | str:
-    """The number of a criterion by seed, or why one of the models does not have it."""
-    values = []
-    for seed, report in found.items():
+    """The number of a criterion by seed, or why some models do not have it."""
+    values, lacks = [], []
+    for report in found.values():
         value = criterion.measure(report)
         if isinstance(value, str):
-            return f"seed {seed}: {value}" if len(found) > 1 else value
-        values.append(value.value)
-    return values
+            lacks.append((report.growth["r2_power"], value))
+        else:
+            values.append(value.value)
+    if not lacks:
+        return values
+    fits = [r2 for r2, _ in lacks if criterion == criterion_of("R1", "power law") and r2 is not None]
+    reason = f"R² {' and '.join(map(number, sorted(fits)))}, {FITS:g} needed" if fits else lacks[0][1]
+    return f"{len(lacks)} of {len(found)} seeds: {reason}" if len(found) > 1 else reason
 
 
 def criterion_of(claim: str, words: str) -> Criterion:
@@ -243,34 +252,35 @@ def primary(table: pd.DataFrame) -> list[study.Test]:
     """The tests of the preregistration."""
     pre = {"source": "trained", "arm": "pre", "at": END}
     why, rows = models.unjudged(table, pre, len(models.SEEDS)), study.arm(table, **pre)
-    chosen = (("R2", "1 − cos", True), ("M1", "is small:", False))
-    rest = [over(criterion_of(claim, words), reports(rows), why, logs) for claim, words, logs in chosen]
-    return [exponent(by_model(rows), why), *rest, weakened(table)]
+    turn = over(criterion_of("R2", "1 − cos"), reports(rows), why, True, "1 − cos of neighbours, last third over first")
+    error = over(criterion_of("M1", "is small:"), reports(rows), why, False, "interaction error in the last third")
+    return [exponent(by_model(rows), why), turn, error, weakened(table)]
 
 
 def exponent(each: list[pd.DataFrame], why: str) -> study.Test:
     """R1: the power of growth. One that lies elsewhere is no less so where a power law fits badly."""
     criterion = criterion_of("R1", "power law")
-    sentence = f"trained pre: {criterion.sentence}"
+    sentence, label = f"trained pre: {criterion.sentence}", "exponent of ‖x_l‖ over l"
     if why:
-        return study.Unjudged("R1", sentence, why)
+        return study.Unjudged("R1", sentence, why, label)
     values, fits = (tuple(of_model(name)(rows) for rows in each) for name in ("growth_power", "r2_power"))
     there = study.lies(over_seeds(values), criterion.low, criterion.high) != "outside"
     if there and not min(fits) >= FITS:
-        return study.Unjudged("R1", sentence, f"no power law fits the growth of every seed (least R² {min(fits):.2f})")
-    return study.Primary("R1", sentence, values, criterion.low, criterion.high, logs=False)
+        reason = f"no power law fits the growth of every seed (least R² {min(fits):.2f})"
+        return study.Unjudged("R1", sentence, reason, label)
+    return study.Primary("R1", sentence, values, criterion.low, criterion.high, logs=False, label=label)
 
 
-def over(criterion: Criterion, found: dict[int, Report], why: str, logs: bool) -> study.Test:
+def over(criterion: Criterion, found: dict[int, Report], why: str, logs: bool, label: str) -> study.Test:
     """A criterion over training seeds, of a ratio by its logs; `why` they cannot be judged, if so."""
     sentence = f"trained pre: {criterion.sentence}"
     values = why or numbers(criterion, found)
     if isinstance(values, str):
-        return study.Unjudged(criterion.claim, sentence, values)
+        return study.Unjudged(criterion.claim, sentence, values, label)
     low, high = (-math.inf if end == 0 else end for end in (criterion.low, criterion.high))  # nothing is below 0
     if logs:
-        return study.Primary(criterion.claim, sentence, tuple(np.log(values)), low, math.log(high))
-    return study.Primary(criterion.claim, sentence, tuple(values), low, high, logs=False)
+        values, high = [math.log(value) for value in values], math.log(high)
+    return study.Primary(criterion.claim, sentence, tuple(values), low, high, logs, label=label)
 
 
 def weakened(table: pd.DataFrame) -> study.Test:
@@ -278,10 +288,11 @@ def weakened(table: pd.DataFrame) -> study.Test:
     arm = {"source": "init", "arm": "post", "at": "start"}
     sentence = "post at initialisation: log₂ of x_0's coefficient in x_L, norms frozen, per norm; predicted −½ ± 10 %, "
     sentence += "0 being no weakening"
+    label = "log₂ of x_0's coefficient in x_L, per norm"
     if why := models.unjudged(table, arm, INITIALISATIONS):
-        return study.Unjudged("D2", sentence, why)
+        return study.Unjudged("D2", sentence, why, label)
     values = tuple(per_norm("start_coefficient")(one) for one in by_model(study.arm(table, **arm)))
-    return study.Primary("D2", sentence, values, -0.55, -0.45, logs=False)
+    return study.Primary("D2", sentence, values, -0.55, -0.45, logs=False, label=label)
 
 
 # Numbers of one model, from its rows
@@ -336,9 +347,14 @@ def of_model(name: str) -> Callable[[pd.DataFrame], float]:
     return lambda rows: float(rows.loc[rows["unit"] == "model", name].iloc[0])
 
 
+def fit(rows: pd.DataFrame) -> float:
+    """R² of the power law of growth; none where nothing grows, and rounding alone would be fitted."""
+    return of_model("r2_power")(rows) if abs(of_model("growth_power")(rows)) > 1e-6 else math.nan
+
+
 MORE: dict[str, Callable[[pd.DataFrame], float]] = {
     "exponent of ‖x_l‖ over l, whether it fits or not": of_model("growth_power"),
-    "R² of that": of_model("r2_power"),
+    "R² of that, where anything grows": fit,
     "power of ‖Δ‖/‖x‖ over l + 1, from block 1 on (−½ or −1)": power("update_ratio_median"),
     "power of 1 − cos over l + 1, from block 1 on (−1)": power("block_influence"),
     "power of the interaction error over l + 1, from block 1 on (−½)": power("interaction_error"),
@@ -348,18 +364,19 @@ MORE: dict[str, Callable[[pd.DataFrame], float]] = {
     "‖u‖/‖y‖ of the MLP": share("mlp"),
     "log₂ of x_0's coefficient in x_L per norm (post: −½)": per_norm("start_coefficient"),
     "log₂ of x_0's share ‖c‖/‖x_L‖ per norm (post: −½)": per_norm("start_share"),
-    "validation loss": of_model("val_loss"),
+    "loss on dev, of the training log": of_model("val_loss"),
 }
 
 
 # Words
 
 
+MATCHED_PRE = "trained pre, post-LN's setting"
 GROUPS: dict[str, dict[str, str]] = {
     f"{source} {arm}{words}": {"source": source, "arm": arm, "at": at}
     for source, at, words in (("init", "start", ""), ("trained", END, ""), ("trained", LOSS, ", equal loss"))
     for arm in PLACEMENTS
-}
+} | {MATCHED_PRE: {"source": "trained", "arm": "pre", "at": MATCHED}}
 
 
 def groups(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
@@ -369,9 +386,15 @@ def groups(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
     return {name: rows for name, rows in found.items() if by_model(rows)}
 
 
+def named(name: str, rows: pd.DataFrame) -> str:
+    """The head of a group's column, with how many seeds it rests on."""
+    count = len(by_model(rows))
+    return f"{name}, {count} seeds" if rows["source"].iloc[0] != "public" else name
+
+
 def overview(table: pd.DataFrame) -> str:
     """Every criterion of the four claims in every group, in markdown."""
-    there = {name: (rows["arm"].iloc[0], reports(rows)) for name, rows in groups(table).items()}
+    there = {named(name, rows): (rows["arm"].iloc[0], reports(rows)) for name, rows in groups(table).items()}
     lines = [
         [f"{criterion.claim}: {criterion.sentence}", *(by_criterion(criterion, *each) for each in there.values())]
         for criterion in CRITERIA
@@ -390,11 +413,12 @@ def more(table: pd.DataFrame) -> str:
     there = groups(table)
     cells = {name: [cell([get(one) for one in by_model(rows)]) for rows in there.values()]
              for name, get in MORE.items()}  # fmt: skip
-    return study.markdown(["", *there], [[name, *each] for name, each in cells.items() if any(each)])
+    heads = [named(name, rows) for name, rows in there.items()]
+    return study.markdown(["", *heads], [[name, *each] for name, each in cells.items() if any(each)])
 
 
 def cell(values: list[float] | str, criterion: Criterion | None = None) -> str:
-    """A mean with its interval over seeds, and where that lies; of a single model its value."""
+    """A mean with its interval over seeds, the smallest effect, and where the interval lies; of one model its value."""
     if isinstance(values, str):
         return values
     if any(math.isnan(value) for value in values):
@@ -403,7 +427,7 @@ def cell(values: list[float] | str, criterion: Criterion | None = None) -> str:
         return number(values[0])
     interval = over_seeds(values)
     where = f" {study.lies(interval, criterion.low, criterion.high)}" if criterion else ""
-    return f"{study.span(interval)}{where}"
+    return f"{study.span(interval)} ({study.least(values)}){where}"
 
 
 def section(results: Path, name: str = f"{NAME}.csv", blocks: int = BLOCKS) -> study.Section:
@@ -412,15 +436,14 @@ def section(results: Path, name: str = f"{NAME}.csv", blocks: int = BLOCKS) -> s
     models.refuse_partial(study.arm(table, source="trained"), results / name)
 
     def text(found: list[study.Verdict]) -> str:
-        return "\n\n".join(
-            [INTRODUCTION, study.verdicts(found), FIGURES, SECONDARY, overview(table), BESIDE, more(table)]
-        )
+        parts = [introduction(table), study.verdicts(found), FIGURES, secondary(table), overview(table)]
+        return "\n\n".join([*parts, BESIDE, more(table)])
 
     figures = (
         study.Figure(NAME, partial(draw, table), 7.2, 3),
         study.Figure(f"{NAME}_public", partial(draw_public, table), 7.2, 3),
     )
-    return study.Section(NAME, tuple(primary(table)), text, figures, MINDS, notes(table))
+    return study.Section(NAME, tuple(primary(table)), text, figures, MINDS, notes(table), CHANGED)
 
 
 def notes(table: pd.DataFrame) -> dict[str, str]:
@@ -435,32 +458,60 @@ def notes(table: pd.DataFrame) -> dict[str, str]:
     fresh = by_model(study.arm(table, source="init", arm="post", at="start"))
     left = study.ratio([math.log(2) * per_norm("start_coefficient")(rows) for rows in fresh])
     return {
-        "R1": f"The test was changed when its rows were known (see the preregistration). The exponent is over l ≥ 1: "
-        f"‖x‖ grows × {first} over block 0 and × {rest} over all others.",
-        "R2": f"The least block is × {down} of the first, and the last × {up} of the least.",
-        "D2": f"What is left of the identity at a norm is {left}; predicted was 0.71, and 1 is no weakening.",
+        "R1": f"The exponent is over l ≥ 1: the median ‖x‖ grows × {first} over block 0 and × {rest} over all others "
+        "(same seeds, geometric means).",
+        "R2": f"1 − cos of the block that has the least is × {down} of the first block's, and the last block's × {up} "
+        "of the least (same seeds, geometric means, as the test's).",
+        "D2": f"What is left of x_0 at a norm is × {left}, a geometric mean; predicted was {number(2**-0.5)}, and 1 is "
+        "no weakening.",
     }
 
 
-INTRODUCTION = f"""### R1, R2, M1, D2: growth of the stream (`{NAME}.py`)
+def introduction(table: pd.DataFrame) -> str:
+    """What was measured on what."""
+    drawn = study.arm(table, source="init")["seed"]
+    return f"""### R1, R2, M1, D2: growth of the stream (`{NAME}.py`)
 
-{BLOCKS} blocks, width 64, on {TOKENS:,} bytes of what `analyze` reads by default, position 0 left out. Criteria are
-those of `depthprobe/criteria.py`, the seed being the unit. Where the preregistration can be read in several ways: the
-tests of R1, R2 and M1 are at equal tokens, the end of training; R1's exponent cannot support the claim where a power
-law explains less than 80 % of any seed's growth, but it can contradict it (changed, see the preregistration); R2's
-"below" is by more than the margin; D2's coefficient is ⟨c, x_0⟩/‖x_0‖², with c what the skips and the norms after them,
-held at their statistics, leave of x_0 in x_L, the mean over tokens and sequences before the logarithm."""
-FIGURES = f"""![Growth, turn and update ratio over depth, pre-LN and post-LN](figures/{NAME}.png)
-![The same of SmolLM2-135M and MiniLM](figures/{NAME}_public.png)"""
-SECONDARY = """Secondary, with uncorrected intervals over seeds, which support nothing; `inside`, `outside` and
-`undecided` tell where the interval lies beside the criterion's region. R2 and M1 are not about post-LN, which stands
-beside; R1 says nothing of it, since its norms leave no growth. The public models, SmolLM2 in its instruction-tuned
-4-bit weights, are one each, with no interval. At equal loss, each seed's arms are compared at the higher of their two
-last losses, on the line between the checkpoints around it: the arm with the higher one is at its end there, the other
-in the middle of its schedule. The arms have the learning rates that suit each best, so what differs is not the
-placement alone."""
-BESIDE = """Beside the criteria, with what theory predicts in brackets. ‖u‖/‖y‖ is the root of the mean square,
-averaged over blocks; where no norm stands on the skips, "per norm" is per branch."""
+{BLOCKS} blocks, width 64, on {TOKENS:,} bytes of what `analyze` reads by default, position 0 left out. Initialisations
+are drawn with seeds {drawn.min()} to {drawn.max()}; trained models are the confirmation runs of `pre_vs_post.py`, each
+arm at the learning rate and warm-up that suit it best. Criteria are those of `depthprobe/criteria.py`, the seed being
+the unit. Where the preregistration can be read in several ways: the tests of R1, R2 and M1 are at equal tokens, the end
+of training; R1's exponent cannot support the claim where a power law explains less than 80 % of any seed's growth, but
+it can contradict it (changed, see the preregistration); R2's "below" is by more than the margin, and its mean over
+seeds the geometric one, as of all ratios in primary tests; D2's coefficient is ⟨c, x_0⟩/‖x_0‖², with c what the skips
+and the norms after them, held at their statistics, leave of x_0 in x_L, the mean over tokens and sequences before the
+logarithm."""
+
+
+FIGURES = f"""![Median norm, turn and update ratio over depth, pre-LN and post-LN, at initialisation and trained, a thin
+line a seed, thick their geometric mean](figures/{NAME}.png)
+![The same of SmolLM2-135M and MiniLM, one line each, over relative depth](figures/{NAME}_public.png)"""
+
+
+def secondary(table: pd.DataFrame) -> str:
+    """What the numbers beside the tests are, and what they leave open."""
+    text = """Secondary, with uncorrected intervals over seeds, which support nothing: mean over seeds [95 % interval]
+(smallest effect). Means are arithmetic, of ratios too, so that R2's is not the number of its test. `inside`, `outside`
+and `undecided` tell where the interval lies beside the criterion's region. Thirds of the blocks are by place: the
+first, middle and last; "the largest third" is the one of the three with the largest median. R2 and M1 are not about
+post-LN, which stands beside; R1 says nothing of it, since its norms leave no growth. The public models, SmolLM2 in its
+instruction-tuned 4-bit weights, are one each, with no interval and so no smallest effect. At equal loss, each seed's
+arms are compared at the higher of their two last losses, on the line between the checkpoints around it: the arm with
+the higher one is at its end there, the other in the middle of its schedule."""
+    if MATCHED_PRE in groups(table):
+        return f"""{text}
+Each arm has the learning rate and warm-up that suit it best, and the placement is not all
+that differs, but for "{MATCHED_PRE}", which stands beside "trained post" for it: equal tokens, both at post-LN's."""
+    return f"""{text}
+Pre-LN and post-LN are compared at their own learning rates, everywhere: what differs is not the
+placement alone. Pre-LN at post-LN's learning rate, which is trained for P1, was not measured here yet."""
+
+
+BESIDE = f"""Beside the criteria, with what theory predicts in brackets; means are arithmetic. ‖u‖/‖y‖ is the root of
+the mean square, averaged over blocks; where no norm stands on the skips, "per norm" is per branch. The loss is the one
+that training logged, on {TrainSettings().eval_tokens:,} tokens of the dev half; P1's losses are of the test half. What
+is 0 or 1 by algebra has no smallest effect to speak of."""
+CHANGED = ("R1",)
 LONGER = "longer training, or other widths and initialisations; only width 64 and two public models were tried"
 MINDS = {
     "R1": LONGER, "R2": LONGER, "M1": LONGER,

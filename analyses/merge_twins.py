@@ -5,10 +5,12 @@
 
 As fixed in `PREREGISTRATION.md`. M2: in the confirmation runs of `pre_vs_post.py` of 12 blocks, at equal tokens and at
 equal validation loss, ρ_l = KL(merge l, l + 1) / KL(skip l) by depth, with every way to combine that the placement
-allows, beside what merges are judged against. M3, in `parallel_pairs.py`: parallel pairs trained from scratch.
+allows, beside what merges are judged against. Beyond that, as secondary numbers: pre-LN at post-LN's learning rate and
+warm-up. M3, in `parallel_pairs.py`: parallel pairs trained from scratch.
 
 Writes a row a changed model to merge_twins_rho.csv beside --results as it goes; a run that was stopped goes on where it
-was. Table, figure and findings are made from these rows alone, and into the README by `findings.py`.
+was. Models whose checkpoints are gone are trained again, some two minutes each. Table, figure and findings are made
+from these rows alone, and into the README by `findings.py`.
 """
 
 import argparse
@@ -26,7 +28,8 @@ import runs
 import study
 import torch
 from matplotlib.axes import Axes
-from models import END, LOSS, PLACEMENTS, Point, Trained
+from models import END, LOSS, MATCHED, PLACEMENTS, Point, Trained
+from runs import Run
 
 from depthprobe.ablation import default_schedules
 from depthprobe.ablations.kinds import schedules
@@ -41,7 +44,7 @@ from depthprobe.verify import Anatomy
 
 NAME, RHO = parallel_pairs.NAME, f"{parallel_pairs.NAME}_rho.csv"
 TOKENS = 4096
-KEYS = ("arm", "name", "blocks", "seed", "at")  # at: end (equal tokens), loss (equal loss)
+KEYS = ("arm", "name", "blocks", "seed", "at")  # at: end (equal tokens), loss (equal loss), matched
 RHO_COLUMNS = (
     *KEYS, "schedule",
     "change",  # a way to merge, of `WAYS`; or what that is judged against, of `CONTROLS`
@@ -58,6 +61,7 @@ WAYS = {  # unit and combination of merges; averaged weights are a baseline and 
     ("block", "weights"): "averaged weights",
 }
 BASELINE = "averaged weights"
+AT = {END: "equal tokens", LOSS: "equal loss", MATCHED: "equal tokens, both with post-LN's setting"}
 CONTROLS = ("skip", "skip both", "swap", "merge l, l + 2", "random vector")
 
 
@@ -92,6 +96,7 @@ def section(results: Path, blocks: int = parallel_pairs.SIZE["blocks"]) -> study
     return study.Section(
         NAME, tests, text, figures, {claim: mind for part in parts for claim, mind in part.minds.items()},
         {claim: note for part in parts for claim, note in part.notes.items()},
+        tuple(claim for part in parts for claim in part.changed),
     )  # fmt: skip
 
 
@@ -138,10 +143,11 @@ class RhoRows:
     trained: Trained
 
     def __call__(self, arm: str, name: str, blocks: int, seed: int, at: str) -> Iterator[tuple[int | float | str, ...]]:
-        if (arm, seed) in self.trained.failed:
+        run = self.trained.run(arm, seed, at)
+        if run in self.trained.failed:
             return iter([("", "", "failed", 0, *[float("nan")] * len(EFFECTS))])
         parts = [
-            (weight, checkpoint_rows(self.trained, arm, seed, point))
+            (weight, checkpoint_rows(self.trained, run, point))
             for weight, point in self.trained.place(arm, seed, at).points
         ]
         table = models.mixed(parts, ("schedule", "change", "unit", "layer"))
@@ -149,9 +155,9 @@ class RhoRows:
 
 
 @cache
-def checkpoint_rows(trained: Trained, arm: str, seed: int, point: Point) -> pd.DataFrame:
+def checkpoint_rows(trained: Trained, run: Run, point: Point) -> pd.DataFrame:
     """Those of one checkpoint, which the end and equal loss often share."""
-    return rho_rows(trained.model(arm, seed, point))
+    return rho_rows(trained.model(run, point))
 
 
 def rho_rows(model: torch.nn.Module) -> pd.DataFrame:
@@ -193,28 +199,27 @@ def rho_part(results: Path, blocks: int) -> study.Section:
     models.refuse_partial(table, results / RHO)
 
     def text(found: list[study.Verdict]) -> str:
-        parts = [RHO_INTRODUCTION, study.verdicts(found), RHO_FIGURE, RHO_SECONDARY, overview(table), sentences(table)]
-        return "\n\n".join(filter(None, parts))
+        parts = [RHO_INTRODUCTION, choices(table), study.verdicts(found), RHO_FIGURE, secondary(table), overview(table)]
+        return "\n\n".join(filter(None, [*parts, sentences(table)]))
 
     figure = study.Figure(f"{NAME}_rho", partial(rho_draw, table), 5.4, 2)
-    return study.Section(NAME, tuple(rho_primary(table)), text, (figure,), {"M2": RHO_MIND}, rho_notes(table))
+    notes = rho_notes(table)
+    return study.Section(NAME, tuple(rho_primary(table)), text, (figure,), {"M2": RHO_MIND}, notes, ("M2",))
 
 
 def rho_notes(table: pd.DataFrame) -> dict[str, str]:
     """What the verdict, which is on the slope alone, does not say."""
     pre, post = (study.ratio(tuple(log_rho(table, arm, "sum").mean())) for arm in PLACEMENTS)
     blind = study.ratio(tuple(log_rho(table, "pre", "random vector").mean()))
-    note = (
-        f"Over all depths ρ is {pre} in pre-LN and {post} in post-LN, merged by sum; a random vector as large as what "
-    )
-    return {"M2": note + f"a merge leaves out costs {blind} of a skip in pre-LN."}
+    note = f"Over all depths the geometric mean of ρ is {pre} in pre-LN and {post} in post-LN, merged by sum; a random "
+    return {"M2": note + f"vector as large as what a merge leaves out costs {blind} of a skip in pre-LN (same seeds)."}
 
 
 def rho_table(path: Path, blocks: int) -> pd.DataFrame:
     """The table, its models of so many blocks."""
     table = study.read(path)
     table = table[table["blocks"] == blocks]
-    models.refuse_several(table, ("arm", "seed"), path)
+    models.refuse_several(table, ("arm", "seed", "at"), path)
     return table
 
 
@@ -230,13 +235,15 @@ def log_rho(table: pd.DataFrame, arm: str, change: str, at: str = END) -> pd.Dat
     return np.log(cost / skip.where(skip > SILENT).reindex(cost.index))
 
 
+def slope(logs: pd.Series) -> float:
+    """Slope of log ρ over relative depth, l over the last l, of one model."""
+    each = logs.dropna()
+    return float(np.polyfit(each.index / each.index.max(), each, 1)[0])
+
+
 def slopes(logs: pd.DataFrame) -> tuple[float, ...]:
-    """Slope of log ρ over relative depth, l over the last l, of each seed."""
-    found = []
-    for seed in logs:
-        each = logs[seed].dropna()
-        found.append(float(np.polyfit(each.index / each.index.max(), each, 1)[0]))
-    return tuple(found)
+    """Those of each seed."""
+    return tuple(slope(logs[seed]) for seed in logs)
 
 
 def ways(table: pd.DataFrame, arm: str, at: str = END) -> list[str]:
@@ -251,36 +258,77 @@ def cheapest(table: pd.DataFrame, arm: str, at: str = END) -> str:
     return min(merges, key=lambda way: log_rho(table, arm, way, at).stack().mean())
 
 
+def by_others(table: pd.DataFrame, arm: str, at: str = END) -> dict[int, str]:
+    """The cheapest way of each seed by all others, so that no seed is judged by a choice that it had a part in."""
+    seeds = study.arm(table, arm=arm, at=at, change="skip")["seed"].unique()
+    if len(seeds) < 2:
+        return {}
+    return {int(seed): cheapest(table[table["seed"] != seed], arm, at) for seed in seeds}
+
+
 def rho_primary(table: pd.DataFrame) -> list[study.Test]:
     """The tests of the preregistration."""
     first = "trained pre: ρ at the last block over ρ at the first, by the slope of its log, merged by sum; predicted "
-    second = "the same in pre over post, each merged in its cheapest way; predicted "
+    second = "the same in pre over post, each at its own learning rate, seeds merged in the way that is cheapest by "
+    second += "the others; predicted "
+    labels = "ρ of pre, last block over first, merged by sum", "the same in pre over post, merged in the cheapest way"
     why = {arm: models.unjudged(table, {"arm": arm, "at": END}, len(models.SEEDS)) for arm in PLACEMENTS}
     below = (-np.inf, -study.LOG_MARGIN)
     tests: list[study.Test] = []
     if why["pre"]:
-        tests.append(study.Unjudged("M2", f"{first}below 1/1.1", f"pre: {why['pre']}"))
+        tests.append(study.Unjudged("M2", f"{first}below 1/1.1", f"pre: {why['pre']}", labels[0]))
     else:
-        tests.append(study.Primary("M2", f"{first}below 1/1.1", slopes(log_rho(table, "pre", "sum")), *below))
+        values = slopes(log_rho(table, "pre", "sum"))
+        tests.append(study.Primary("M2", f"{first}below 1/1.1", values, *below, label=labels[0]))
     lacks = "; ".join(f"{arm}: {words}" for arm, words in why.items() if words)
     if lacks:
-        return [*tests, study.Unjudged("M2", f"{second}below 1/1.1", lacks)]
-    return [*tests, study.Primary("M2", f"{second}below 1/1.1", difference(table), *below)]
+        return [*tests, study.Unjudged("M2", f"{second}below 1/1.1", lacks, labels[1])]
+    return [*tests, study.Primary("M2", f"{second}below 1/1.1", difference(table), *below, label=labels[1])]
+
+
+def chosen(table: pd.DataFrame, arm: str, at: str) -> pd.DataFrame:
+    """log ρ of an arm, a row a layer, a column a seed, each merged in the way that is cheapest by the others.
+
+    Pre-LN at post-LN's setting stands beside the end of post-LN.
+    """
+    at = END if at == MATCHED and arm == "post" else at
+    every = {seed: log_rho(table, arm, way, at)[seed] for seed, way in by_others(table, arm, at).items()}
+    return pd.DataFrame(every)
+
+
+def both(table: pd.DataFrame, at: str) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """log ρ of pre and of post, in the seeds that both have."""
+    pre, post = (chosen(table, arm, at) for arm in PLACEMENTS)
+    seeds = [seed for seed in pre if seed in post]
+    return pre[seeds], post[seeds]
 
 
 def difference(table: pd.DataFrame, at: str = END) -> tuple[float, ...]:
-    """The slope in pre minus that in post of each seed, each merged in its cheapest way."""
-    pre, post = (log_rho(table, arm, cheapest(table, arm, at), at) for arm in PLACEMENTS)
-    seeds = [seed for seed in pre if seed in post]
-    return tuple(np.subtract(slopes(pre[seeds]), slopes(post[seeds])))
+    """The slope in pre minus that in post of each seed, each merged in the way that is cheapest by the others."""
+    pre, post = both(table, at)
+    return tuple(np.subtract(slopes(pre), slopes(post)))
+
+
+def choices(table: pd.DataFrame) -> str:
+    """Which way each seed is merged in by the second test."""
+    found = []
+    for arm in PLACEMENTS:
+        picked = by_others(table, arm)
+        each = [
+            f"{way} ({'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))})"
+            for way in dict.fromkeys(picked.values())
+            if (seeds := [seed for seed, other in picked.items() if other == way])
+        ]
+        found += [f"{arm}-LN, {' and '.join(each)}"] if each else []
+    return f"Chosen so, the cheapest way is, in {'; in '.join(found)}." if found else ""
 
 
 def overview(table: pd.DataFrame) -> str:
     """Every way to merge and every control, in markdown."""
     head = ["at", "placement", "change", "geometric mean of cost / KL(skip l)", "at the last block over at the first",
-            "", "seeds"]  # fmt: skip
+            "", "seeds", "smallest effect, mean and last over first"]  # fmt: skip
     lines = []
-    for at, words in ((END, "equal tokens"), (LOSS, "equal loss")):
+    for at, words in AT.items():
         for arm in PLACEMENTS:
             if not (found := ways(table, arm, at)):
                 continue
@@ -288,37 +336,70 @@ def overview(table: pd.DataFrame) -> str:
             for change in [*found, *CONTROLS[1:]]:
                 logs = log_rho(table, arm, change, at)
                 named = f"{change} (cheapest)" if change == best else change
-                slope = slopes(logs) if len(logs) > 1 else ()
-                falls = [study.ratio(slope), study.changed(slope)] if slope else ["", ""]
-                lines.append([words, arm, named, study.ratio(tuple(logs.mean())), *falls, str(logs.shape[1])])
+                means, falls = tuple(logs.mean()), slopes(logs) if len(logs) > 1 else ()
+                cells = [study.ratio(falls), study.changed(falls)] if falls else ["", ""]
+                shown = " and ".join(study.least(values, logs=True) for values in (means, falls) if values)
+                lines.append([words, arm, named, study.ratio(means), *cells, str(logs.shape[1]), shown])
     return study.markdown(head, lines)
 
 
 def sentences(table: pd.DataFrame) -> str:
-    """What else the secondary numbers came to."""
-    if not all(ways(table, arm, LOSS) for arm in PLACEMENTS):
-        return ""
-    values = difference(table, LOSS)
-    return f"- At equal loss, pre over post, each in its cheapest way: {study.ratio(values)} ({study.changed(values)})."
+    """What else the secondary numbers came to: pre over post."""
+    lines = []
+    for at, words in AT.items():
+        if not (ways(table, "pre", at) and (at == MATCHED or ways(table, "post", at))):
+            continue
+        pre, post = both(table, at)
+        means, falls = tuple(pre.mean() - post.mean()), difference(table, at)
+        if len(falls) < 2:
+            continue
+        told = {"geometric mean of ρ": means}
+        if at != END:  # there it is the test's
+            told["ρ at the last block over ρ at the first"] = falls
+        numbers = "; ".join(
+            f"{what} {study.ratio(values)} ({study.changed(values)}, smallest effect {study.least(values, logs=True)})"
+            for what, values in told.items()
+        )
+        lines.append(
+            f"- Pre over post at {words}, each seed in the way that is cheapest by the others: {numbers}; "
+            f"{len(falls)} seeds."
+        )
+    return "\n".join(lines)
 
 
 RHO_INTRODUCTION = f"""### M2: merging neighbours in trained models (`{NAME}.py`)
 
 12 blocks, width 64, at the end of training, on {TOKENS:,} bytes of what `analyze` reads by default, every
 position scored. ρ_l = KL(merge l, l + 1) / KL(skip l). Where the preregistration can be read in several ways: the first
-test is of the claim's own merge, `sum`, as in `depthprobe/criteria.py`; the cheapest way of an arm is the one with the
-lowest mean of log ρ over its layers and seeds, averaged weights left out, which are known to be poor; relative depth is
-l over the last l, so that a slope of log ρ is the log of the last ρ over the first; the second test pairs seeds."""
-RHO_FIGURE = f"![ρ over depth in pre-LN and post-LN](figures/{NAME}_rho.png)"
-RHO_SECONDARY = """Secondary, with uncorrected intervals over seeds, which support nothing. Beside the merges stands
-what they are judged against, over the skip of l as well. `changed` is against 1, with the margin of 10 %. At equal
-loss, each seed's arms are compared at the higher of their two last losses, costs being on the line between the
-checkpoints around it."""
+test is of the claim's own merge, `sum`, as in `depthprobe/criteria.py`; the cheapest way is the one with the lowest
+mean of log ρ over layers and seeds, averaged weights left out, which are known to be poor, and for each seed it is
+chosen by the others (changed, see the preregistration); relative depth is l over the last l, so that the slope of a
+line through log ρ is the log of what the line has at the last block over the first; the second test pairs seeds."""
+RHO_FIGURE = f"""![ρ over depth in pre-LN and post-LN, merged by sum and in the way that is cheapest over all seeds, a
+thin line a seed, thick their geometric mean](figures/{NAME}_rho.png)"""
+
+
+def secondary(table: pd.DataFrame) -> str:
+    """What the numbers beside the tests are, and what they leave open."""
+    text = """Secondary, with uncorrected intervals over seeds, which support nothing. Beside the merges stands
+what they are judged against, over the skip of l as well; "cheapest" is by all seeds. `changed` is against 1, with the
+margin of 10 %. At equal loss, each seed's arms are compared at the higher of their two last losses, costs being on the
+line between the checkpoints around it."""
+    if ways(table, "pre", MATCHED):
+        return f"""{text}
+There and at equal tokens each arm has the learning rate and warm-up that suit it best, and
+the placement is not all that differs; "{AT[MATCHED]}" has pre-LN with those of post-LN, whose own rows are those at
+equal tokens."""
+    return f"""{text}
+Pre-LN and post-LN are compared at their own learning rates, everywhere: what differs is not the
+placement alone. Pre-LN at post-LN's learning rate, which is trained for P1, was not measured here yet."""
+
+
 RHO_MIND = "a slope on the other side of the margin in wider models or after longer training; only width 64 was tried"
 
 
 def rho_draw(table: pd.DataFrame, axes: list[Axes]) -> None:
-    """ρ over depth, merged by sum and in each arm's cheapest way: a line a seed, and the geometric mean."""
+    """ρ over depth, merged by sum and in each arm's cheapest way by all seeds: a line a seed, the geometric mean."""
     for place, ax in enumerate(axes):
         for arm, colour in zip(PLACEMENTS, LIGHT.lines, strict=False):
             if not ways(table, arm):

@@ -4,11 +4,14 @@ Trained ones are the confirmation runs in the table of `pre_vs_post.py`. Its arm
 where both have seen as many tokens, and at equal validation loss: of each seed at the higher of the two arms' last
 losses. What is measured there lies on the line between the two checkpoints that enclose this loss; where a run crosses
 it several times, at the last one. The losses are those of the runs' logs, on the dev text, always the same sequences.
+
+In both, each arm has the learning rate and warm-up that suit it best. So pre-LN is measured a third time, at the end of
+the runs that have post-LN's (`swapped` in the table): beside post-LN's end, what differs is the placement alone.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -31,6 +34,7 @@ from depthprobe.verify import Anatomy
 PLACEMENTS = ("pre", "post")
 SEEDS = (1, 2, 3, 4, 5)  # of the confirmation runs
 END, LOSS = "end", "loss"  # at which a trained model is measured: equal tokens, equal loss
+MATCHED = "matched"  # equal tokens, pre-LN at post-LN's learning rate and warm-up; of post-LN that is its END
 
 
 def fresh(placement: str, blocks: int, seed: int, width: int = 64) -> nn.Module:
@@ -88,15 +92,23 @@ class Trained:
     def __init__(self, path: Path, work: Path, blocks: int) -> None:
         self.path, self.work, self.blocks = path, work, blocks
         self.runs: dict[tuple[str, int], Run] = {}
-        self.failed: set[tuple[str, int]] = set()
-        if path.exists():
-            rows = study.arm(runs.load_table(path), stage="confirm", blocks=blocks)
-            rows = rows[rows["arm"].isin(PLACEMENTS)]
-            for run, status in zip(runs.runs_of(rows), rows["status"], strict=True):
+        self.matched: dict[int, Run] = {}  # pre-LN at the setting of post-LN's run with this seed
+        self.failed: set[Run] = set()
+        if not path.exists():
+            return
+        rows = study.arm(runs.load_table(path), blocks=blocks)
+        rows = rows[rows["arm"].isin(PLACEMENTS) & rows["stage"].isin(["confirm", "swapped"])]
+        every = runs.runs_of(rows)
+        self.failed = {run for run, status in zip(every, rows["status"], strict=True) if status == "failed"}
+        for run in every:
+            if run.stage == "confirm":
                 if (run.arm, run.seed) in self.runs:
                     raise OutputError(f"{path} has several runs of {run.arm} with seed {run.seed}", "one of each")
                 self.runs[run.arm, run.seed] = run
-                self.failed |= {(run.arm, run.seed)} if status == "failed" else set()
+        for run in every:
+            other = self.runs.get(("post", run.seed))
+            if other and run == replace(other, stage="swapped", arm="pre"):
+                self.matched[run.seed] = run
 
     @property
     def seeds(self) -> list[int]:
@@ -120,27 +132,37 @@ class Trained:
             seeds = ", ".join(map(str, SEEDS))
             raise OutputError(lacks, f"pre and post with seeds {seeds}", "run analyses/pre_vs_post.py, then this again")
 
+    def run(self, arm: str, seed: int, at: str) -> Run:
+        """The run of an arm that is measured."""
+        return self.matched[seed] if at == MATCHED else self.runs[arm, seed]
+
     def jobs(self) -> list[tuple[str, str, int, int, str]]:
-        """Arm, name, blocks, seed, and at what, a seed after the other; no equal loss where one of the two failed."""
-        return [
-            (arm, self.runs[arm, seed].name, self.blocks, seed, at)
+        """Arm, name, blocks, seed, and at what, a seed after the other; no equal loss where one of the two failed.
+
+        Pre-LN at post-LN's setting comes last, once all others are there, so that the order of a table of rows does not
+        depend on when its runs were made.
+        """
+        found = [
+            (arm, seed, at)
             for seed in self.seeds
             for arm in PLACEMENTS
             for at in (END, LOSS)
-            if at == END or not any((other, seed) in self.failed for other in PLACEMENTS)
+            if at == END or not any(self.runs[other, seed] in self.failed for other in PLACEMENTS)
         ]
+        if not self.missing():
+            found += [("pre", seed, MATCHED) for seed in sorted(self.matched)]
+        return [(arm, self.run(arm, seed, at).name, self.blocks, seed, at) for arm, seed, at in found]
 
     def place(self, arm: str, seed: int, at: str) -> Place:
         """Where the run of an arm is measured."""
-        lines = {other: points(self.runs[other, seed], self.work) for other in PLACEMENTS}
-        last = lines[arm][-1]
-        if at == END:
-            return Place(last, last, 1.0)
-        return enclosing(lines[arm], max(line[-1].loss for line in lines.values()))
+        line = points(self.run(arm, seed, at), self.work)
+        if at != LOSS:
+            return Place(line[-1], line[-1], 1.0)
+        return enclosing(line, max(points(self.runs[other, seed], self.work)[-1].loss for other in PLACEMENTS))
 
-    def model(self, arm: str, seed: int, point: Point) -> nn.Module:
-        """The model of a checkpoint."""
-        return runs.model_of(self.runs[arm, seed], self.work, point.step)
+    def model(self, run: Run, point: Point) -> nn.Module:
+        """The model of a checkpoint of a run."""
+        return runs.model_of(run, self.work, point.step)
 
 
 def points(run: Run, work: Path) -> list[Point]:

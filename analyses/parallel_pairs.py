@@ -106,8 +106,6 @@ def of_arm(table: pd.DataFrame, beside: pd.DataFrame, arm: str) -> study.Test:
 
 def overview(table: pd.DataFrame, beside: pd.DataFrame) -> str:
     """All arms, in markdown."""
-    head = ["placement", "arm", "warm-up", "failed in the grid", "learning rate", "of the grid", "loss on test",
-            "failed", "seeds", "parameters"]  # fmt: skip
     deep = int(table["blocks"].max())
     lines = []
     for placement in ("pre", "post"):
@@ -121,7 +119,9 @@ def overview(table: pd.DataFrame, beside: pd.DataFrame) -> str:
             size = f"{rows['parameters'].iloc[0]:,}" if len(rows) else ""
             lines.append([placement, f"parallel: {WORDS[arm]}", *runs.summary(tried, rows), size])
     other = of_arm(table, beside, "post-parallel-norms")
-    return study.markdown(head, lines) + f"\n\nSecondary: {other.sentence}: {study.effect(other)}."
+    told = f"{other.sentence}: {study.effect(other)} (seeds {study.seeds_of(other)}, smallest effect "
+    arms = study.markdown(["placement", "arm", *runs.SUMMARY, "parameters"], lines)
+    return f"{arms}\n\nSecondary, with an uncorrected interval: {told}{study.least_effect(other)})."
 
 
 def draw(table: pd.DataFrame, beside: pd.DataFrame, axes: list[Axes]) -> None:

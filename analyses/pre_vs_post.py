@@ -193,8 +193,6 @@ def of_depth(deep: pd.DataFrame, blocks: int) -> study.Test:
 
 def overview(table: pd.DataFrame) -> str:
     """All arms, what was chosen and what it came to, in markdown."""
-    head = ["blocks", "arm", "setting", "warm-up", "failed in the grid", "learning rate", "of the grid", "loss on test",
-            "failed", "seeds"]  # fmt: skip
     lines = []
     for blocks in judged_depths(table):
         for stage, words in (("confirm", "its own best"), ("swapped", "the other's best")):
@@ -203,23 +201,23 @@ def overview(table: pd.DataFrame) -> str:
                 if len(rows):
                     lines.append([str(blocks), arm, words, *runs.summary(tried, rows)])
     base = study.arm(table, stage="confirm", arm="embedding")
-    value, failed = study.span(over_seeds(base["test"].to_numpy())), (base["status"] == "failed").sum()
     setting = [str(base["warmup"].iloc[0]), "–", f"{base['lr'].iloc[0]:g}", "–"]
-    lines.append(["0", "no blocks", "pre-LN's best", *setting, value, f"{failed} of {len(base)}", str(len(base))])
-    return study.markdown(head, lines)
+    lines.append(["0", "no blocks", "pre-LN's best", *setting, *runs.scored(base)])
+    return study.markdown(["blocks", "arm", "setting", *runs.SUMMARY], lines)
 
 
 def depth_table(table: pd.DataFrame, deep: pd.DataFrame) -> str:
     """Effective depth beside its controls, in markdown; and how it goes with loss."""
-    head = ["blocks", "arm", "estimate", "value [95 % over seeds]", "random twins", "random tokens", "passes the gate",
-            "seeds"]  # fmt: skip
+    head = ["blocks", "arm", "estimate", "value [95 % over seeds]", "random twins", "random tokens",
+            "smallest effect, of the three", "passes the gate", "seeds"]  # fmt: skip
     lines = []
     for (blocks, arm, name, variant), rows in deep.fillna({"variant": ""}).groupby(
         ["blocks", "arm", "name", "variant"], sort=False
     ):
-        spans = [study.span(over_seeds(rows[column].to_numpy())) for column in ("value", "twin", "tokens")]
+        each = [rows[column].to_numpy() for column in ("value", "twin", "tokens")]
+        spans, shown = [study.span(over_seeds(one)) for one in each], ", ".join(map(study.least, each))
         passed = f"{int(rows['passes'].sum())} of {len(rows)}"
-        lines.append([str(blocks), arm, f"{name} {variant}".strip(), *spans, passed, str(len(rows))])
+        lines.append([str(blocks), arm, f"{name} {variant}".strip(), *spans, shown, passed, str(len(rows))])
     return study.markdown(head, lines) + "\n\n" + correlation(table, deep)
 
 
@@ -232,14 +230,24 @@ def correlation(table: pd.DataFrame, deep: pd.DataFrame) -> str:
     for blocks, each in both.groupby("blocks"):
         plain = stats.spearmanr(each["value"], each["test"]).statistic
         apart = ", ".join(
-            f"{arm} {number(float(stats.spearmanr(part['value'], part['test']).statistic))}"
+            f"{arm} {number(float(stats.spearmanr(part['value'], part['test']).statistic))} ({len(part)})"
             for arm, part in each.groupby("arm", sort=False)
         )
-        found.append(f"{blocks} blocks: {number(float(plain))} over {len(each)} models, by placement {apart}")
+        found.append(
+            f"{blocks} blocks: {number(float(plain))} over {len(each)} models, partial for placement "
+            f"{number(partial_spearman(each))}, within a placement {apart}"
+        )
     return (
-        f"D4, printed only: Spearman of depth (dependence, first power) with loss on test. {'; '.join(found)}. "
-        "The claim predicts that it is negative."
+        "D4, printed only, without interval or smallest effect, since one seed has no correlation: Spearman of depth "
+        f"(dependence, first power) with loss on test. {'; '.join(found)}. The claim predicts that it is negative."
     )
+
+
+def partial_spearman(rows: pd.DataFrame) -> float:
+    """Correlation of the ranks of depth and of loss, once the means of both in each placement are taken out."""
+    ranks = rows[["value", "test"]].rank()
+    rest = ranks - ranks.groupby(rows["arm"]).transform("mean")
+    return float(rest["value"].corr(rest["test"]))
 
 
 def shape_table(table: pd.DataFrame) -> str:
@@ -249,10 +257,8 @@ def shape_table(table: pd.DataFrame) -> str:
         return "D3: not run yet."
     lines = []
     for (arm, blocks, width), each in rows.groupby(["arm", "blocks", "width"], sort=False):
-        failed = int((each["status"] == "failed").sum())
-        loss, size = study.span(over_seeds(each["test"].to_numpy())), f"{each['parameters'].iloc[0]:,}"
-        lines.append([arm, str(blocks), str(width), size, loss, f"{failed} of {len(each)}", str(len(each))])
-    head = ["arm", "blocks", "width", "parameters", "loss on test", "failed", "seeds"]
+        lines.append([arm, str(blocks), str(width), f"{each['parameters'].iloc[0]:,}", *runs.scored(each)])
+    head = ["arm", "blocks", "width", "parameters", *runs.SUMMARY[-4:]]
     return f"D3, a sign at most: {ISO_STEPS} steps, equal tokens.\n\n" + study.markdown(head, lines)
 
 
@@ -284,9 +290,11 @@ def notes(table: pd.DataFrame, deep: pd.DataFrame) -> dict[str, str]:
     lr = confirmed(table, "pre", blocks)["lr"].iloc[0] / confirmed(table, "post", blocks)["lr"].iloc[0]
     return {
         "P1": f"At pre-LN's best setting {lost['post']} runs of post-LN failed and {lost['pre']} of pre-LN. At "
-        f"post-LN's best post − pre is {study.span(over_seeds(same))}. Pre-LN's best learning rate is {lr:g} times as "
-        "high. Longer warm-ups than a quarter of the steps were not tried.",
-        "D1": f"Less random twins, over N, and without the gate: pre {each['pre']}, post {each['post']}.",
+        f"post-LN's best, post − pre is {study.span(over_seeds(same))} ({len(same)} seeds, smallest effect "
+        f"{study.least(same)}). Pre-LN's best learning rate is {lr:g} times as high. Longer warm-ups than a quarter of "
+        "the steps were not tried.",
+        "D1": f"Less random twins, over N, and without the gate: pre {each['pre']}, post {each['post']} "
+        f"({rows['seed'].nunique()} seeds each).",
     }
 
 
@@ -295,7 +303,8 @@ INTRODUCTION = f"""### P1, D1, D3, D4: pre-LN and post-LN, each at its best (`{N
 Width 64, {SIZE["steps"]:,} steps, AdamW. Every arm is tuned on 5 learning rates × 2 warm-ups with seed 0 and judged
 with seeds 1 to 5, differences paired by seed. Losses on the test half, nats a byte; the margin is 10 % of what
 separates pre-LN from a model without blocks."""
-FIGURE = f"![Loss over learning rate and warm-up, and confirmed losses](figures/{NAME}.png)"
+FIGURE = f"""![Loss on dev over learning rate and warm-up, seed 0, and of the confirmed seeds, failed runs at the loss
+that they ended with](figures/{NAME}.png)"""
 SECONDARY = f"""Effective depth in blocks. Twins have the same configuration and random weights; their mean and that of
 random tokens are over the same seeds. {DEPTH_TOKENS:,} tokens, {EXCERPT} bytes of each topic of the manual."""
 MINDS = {

@@ -27,7 +27,7 @@ import pandas as pd
 import study
 import torch
 from matplotlib.axes import Axes
-from real_findings import FINDINGS, KEPT, Floats, Model, angles, counts, influence, middle, overview, sentences, span
+from real_findings import KEPT, Floats, Model, angles, counts, influence, middle, overview, sentences, span
 from scipy import stats
 from torch import Tensor
 
@@ -248,8 +248,8 @@ def introduction(table: pd.DataFrame) -> str:
     sequences, tokens = (int(table[name].iloc[0]) for name in ("sequences", "tokens"))
     lines = [
         f"- {model.name}: {model.blocks} blocks, middle half {middle(model.blocks).start} to "
-        f"{middle(model.blocks).stop - 1}, {span(model.blocks)} blocks for a fifth; {model.documents} topics. Of "
-        f"{len(FINDINGS)} findings: {counts(model)}."
+        f"{middle(model.blocks).stop - 1}, {span(model.blocks)} blocks for a fifth; {model.documents} topics. "
+        f"{counts(model)}"
         for model in models(table)
     ]
     return "\n".join([f"""### Published findings on two public checkpoints (`{NAME}.py`)
@@ -257,18 +257,24 @@ def introduction(table: pd.DataFrame) -> str:
 {sequences} sequences of {tokens} tokens of Python's manual, spread over its topics; loss and agreement at
 {100 * SCORED:.0f} % of the positions. SmolLM2-135M is the instruction-tuned checkpoint with its weights in 4 bits, run
 in float32, without a BOS; MiniLM is all-MiniLM-L6-v2, a post-LN encoder of sentences without a language-model head.
-Intervals resample topics, which are few, and say nothing of other texts or models: each row is about one checkpoint.
-Every setting differs from the published one in model and text.
+Intervals resample topics, which are few, and say nothing of other texts or models: each row is about one checkpoint,
+and there are no seeds by which to say what effect could have been missed. Every setting differs from the published one
+in model and text.
 """, *lines])  # fmt: skip
 
 
 NOTE = """`same`: the interval contains the published number or lies in the published range; `different`: it does not,
 or lies outside; `undecided`: an end of the range lies in it. Where no number was published, the range is the
-direction; "about the middle" is taken as the middle third. Blocks and states count from 0. † Not in the
-preregistration; those about massive activations were chosen when some of SmolLM2's states had been seen. The share of
-pairs in the painters' order was chosen with the result, since neighbours in it do not tell how far a change moved."""
-FIGURE = f"![What is kept without each block, and the rankings, over depth](figures/{NAME}.png)"
-SECONDARY = "Beside the table, from the same rows:"
+direction; "about the middle" is taken as the middle third. A `number` is a number or a range, an `order` an order or a
+sign, for which much less has to agree, and `presence` is whether something is there at all. Findings are not
+independent: the share of pairs in the painters' order counts the four comparisons below it again. Blocks and states
+count from 0. † Not in the preregistration: nothing shows that these were chosen before their results, and those about
+massive activations were chosen when some of SmolLM2's states had been seen. That the painters' order, which is in it,
+is measured by a share of pairs was chosen with the result, since neighbours in it do not tell how far a change
+moved."""
+FIGURE = f"""![What is kept without each block and with neighbours swapped, and rankings of blocks by what their removal
+costs, their influence and their angle, over depth](figures/{NAME}.png)"""
+SECONDARY = "Beside the table, from the same rows, means over sequences where there is no interval:"
 CHANGE = """What would change our mind: other texts, weights in full precision, the base model, or larger models of the
 same family. Benchmarks, training after the change and looped layers were not tried."""
 

@@ -24,6 +24,7 @@ from depthprobe.report.tables import number
 Floats = NDArray[np.float64]
 KEPT = (0.72, 0.95)  # of top-1 predictions, Lad et al.
 WORDS = ("same", "different", "undecided", "not comparable")
+KINDS = {"number": "Numbers and ranges", "order": "Orders and signs", "presence": "Whether something is there"}
 LARGE, LARGE_RATIO = 100.0, 1000.0  # what makes an activation massive, Sun, Chen et al.: its size, and over the median
 
 
@@ -201,6 +202,7 @@ class Finding:
         within: between what a value is the same; twice the same number where one was published.
         encoder: why it cannot be compared in a model without a language-model head.
         never: why it cannot be compared in any model.
+        kind: of what was published, one of `KINDS`.
         fixed: whether it stands in the preregistration.
     """
 
@@ -213,6 +215,7 @@ class Finding:
     within: tuple[float, float]
     encoder: str
     never: str = ""
+    kind: str = "order"
     fixed: bool = True
 
     def verdict(self, model: Model) -> str:
@@ -245,13 +248,13 @@ MASSIVE = partial(
 
 FINDINGS: tuple[Finding, ...] = (
     LAD("deleting a middle block keeps top-1", "0.72 to 0.95", "agreement, mean over the middle half",
-        partial(kept, change="delete"), KEPT),
+        partial(kept, change="delete"), KEPT, kind="number"),
     LAD("swapping two middle neighbours keeps it", "0.72 to 0.95", "agreement, mean over the middle half",
-        partial(kept, change="swap"), KEPT),
+        partial(kept, change="swap"), KEPT, kind="number"),
     LAD("deleting the first block harms more", "“catastrophic”, no number",
-        "agreement without block 0, less the middle half's", partial(end, place=0), LESS),
+        "agreement without block 0, less the middle half's", partial(end, place=0), LESS, fixed=False),
     LAD("deleting the last block harms more", "more, no number",
-        "agreement without the last block, less the middle half's", partial(end, place=-1), LESS),
+        "agreement without the last block, less the middle half's", partial(end, place=-1), LESS, fixed=False),
     LAD("swapping harms less than deleting", "less, no number", "agreement of swaps, less that of deletions",
         swapped, MORE, fixed=False),
     MEN("blocks of low influence cost little", "positive correlation, no coefficient",
@@ -268,18 +271,19 @@ FINDINGS: tuple[Finding, ...] = (
     *(PAINTERS(f"{b} harms more than {a}", "more, no number", "difference of losses, middle half, nats",
                partial(worse, pair=(a, b)), MORE) for a, b in pairwise(painters.VARIANTS)),
     CSORDAS("blocks erase, then reinforce from about the middle on", "about 0.5 of depth, no number",
-            "last change of cos(u, x) to non-negative, share of depth", crossing, (1 / 3, 2 / 3)),
+            "last change of cos(u, x) to non-negative, share of depth", crossing, (1 / 3, 2 / 3), kind="number"),
     MASSIVE("the starting token is massive", "always",
             "share of sequences with position 0 above 50 times the median norm",
-            lambda model: share(model, model.grid("sinks_first") > 0), (1.0, 1.0)),
+            lambda model: share(model, model.grid("sinks_first") > 0), (1.0, 1.0), kind="presence"),
     MASSIVE("other positions are, too", "the first delimiter",
             "share of sequences with another position above 50 times",
-            lambda model: share(model, model.grid("sinks_later") > 0), (1.0, 1.0),
+            lambda model: share(model, model.grid("sinks_later") > 0), (1.0, 1.0), kind="presence",
             never="models differ: in LLaMA2-13B, MPT and GPT-2 it is the starting token alone"),
     MASSIVE("an activation is above 100 and 1,000 times the median", "always; 2,000 against 0.2",
-            "share of sequences with one", lambda model: share(model, are_massive(model)), (1.0, 1.0), fixed=False),
+            "share of sequences with one", lambda model: share(model, are_massive(model)), (1.0, 1.0), kind="presence",
+            fixed=False),
     MASSIVE("such activations appear early", "from x_2 on, 0.063 of depth", "first state with one, share of depth",
-            emergence, (2 / 32, 2 / 32), fixed=False),
+            emergence, (2 / 32, 2 / 32), kind="number", fixed=False),
 )  # fmt: skip
 
 
@@ -291,17 +295,33 @@ def overview(found: Sequence[Model]) -> str:
     lines = []
     for finding in FINDINGS:
         what = finding.what + ("" if finding.fixed else " †")
-        lines.append([finding.source, what, finding.published, finding.setting, finding.ours])
+        lines.append([finding.source, what, finding.kind, finding.published, finding.setting, finding.ours])
         for model in found:
             word, _, reason = finding.verdict(model).partition(": ")
             lines[-1] += [study.span(finding.value(model)), f"**{word}**" + (f": {reason}" if reason else "")]
     columns = [head for model in found for head in (f"{model.name} [95 %]", "verdict")]
-    return study.markdown(["source", "finding", "published", "models and data there", "measured here", *columns], lines)
+    head = ["source", "finding", "kind", "published", "models and data there", "measured here", *columns]
+    return study.markdown(head, lines)
 
 
 def counts(model: Model) -> str:
-    """How many findings got which word."""
+    """How many findings got which word: by their kind, those not fixed beforehand apart."""
     words = [finding.verdict(model).partition(": ")[0] for finding in FINDINGS]
+    if len({*words}) == 1:
+        return f"All {len(words)} findings: {words[0]}."
+    parts = []
+    for kind, what in KINDS.items():
+        fixed, later = (
+            [word for word, each in zip(words, FINDINGS, strict=True) if (each.kind, each.fixed) == (kind, when)]
+            for when in (True, False)
+        )
+        both = [tally(fixed), *([f"† {tally(later)}"] if later else [])]
+        parts.append(f"{what}: {'; '.join(filter(None, both))}.")
+    return f"Of {len(words)} findings, those marked † apart: {' '.join(parts)}"
+
+
+def tally(words: Sequence[str]) -> str:
+    """How often each word was said."""
     return ", ".join(f"{words.count(word)} {word}" for word in WORDS if word in words)
 
 
@@ -340,8 +360,9 @@ def large(model: Model) -> str:
     size, over, norms = (model.grid(name).mean(axis=0) for name in ("largest", "largest_ratio", "norm_ratio"))
     top, peak = int(size.argmax()), int(norms.argmax())
     text = (
-        f"largest activation {number(float(size[top]))}, {number(float(over[top]))} times the median, at x_{top}; "
+        f"means over sequences: largest activation {number(float(size[top]))}, {number(float(over[top]))} times the "
+        f"median, at x_{top}; "
         f"largest norm {number(float(norms[peak]))} times the median norm, at x_{peak}"
     )
     states = np.flatnonzero((model.grid("sinks_first") + model.grid("sinks_later")).any(axis=0))
-    return text + (f"; norms above 50 times it from x_{states[0]} to x_{states[-1]}." if len(states) else ".")
+    return text + (f". Some norm is above 50 times it from x_{states[0]} to x_{states[-1]}." if len(states) else ".")

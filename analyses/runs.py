@@ -333,21 +333,30 @@ def compared(
     )
 
 
+SUMMARY = ("warm-up", "failed in the grid", "chosen learning rate", "of the grid", "loss on test", "smallest effect",
+           "failed", "seeds")  # fmt: skip
+
+
 def summary(tried: pd.DataFrame, rows: pd.DataFrame) -> list[str]:
-    """Cells on an arm: warm-up, failures in its grid, learning rate, where that lies, loss on test, failures, seeds."""
+    """Cells on an arm: those of `SUMMARY`; losses are of the runs that did not fail."""
     if rows.empty:
-        return ["", f"{(tried['status'] == 'failed').sum()} of {len(tried)}", *[""] * 5]
+        return ["", f"{(tried['status'] == 'failed').sum()} of {len(tried)}", *[""] * (len(SUMMARY) - 2)]
     edges = [
         name for name in ("lr", "warmup")
         if tried[name].nunique() > 1 and rows[name].iloc[0] in (tried[name].min() or None, tried[name].max())
     ]  # fmt: skip
     words = {"lr": "rate", "warmup": "warm-up"}
     lr, at = rows["lr"].iloc[0], f"edge: {' and '.join(words[name] for name in edges)}" if edges else "inside"
-    done = rows[rows["status"] == "done"]
-    value = study.span(over_seeds(done["test"])) if len(done) else "–"
-    bad = len(rows) - len(done)
-    return [str(rows["warmup"].iloc[0]), f"{(tried['status'] == 'failed').sum()} of {len(tried)}", f"{lr:g}", at, value,
-            f"{bad} of {len(rows)}", str(rows["seed"].nunique())]  # fmt: skip
+    return [str(rows["warmup"].iloc[0]), f"{(tried['status'] == 'failed').sum()} of {len(tried)}", f"{lr:g}", at,
+            *scored(rows)]  # fmt: skip
+
+
+def scored(rows: pd.DataFrame) -> list[str]:
+    """The last four cells of `SUMMARY`."""
+    done = rows.loc[rows["status"] == "done", "test"].to_numpy()
+    value = study.span(over_seeds(done)) if len(done) else "–"
+    least = study.least(done) if len(done) > 1 else "–"
+    return [value, least, f"{len(rows) - len(done)} of {len(rows)}", str(rows["seed"].nunique())]
 
 
 # The command line

@@ -50,6 +50,8 @@ __all__ = [
     "effect",
     "guarded",
     "holm",
+    "label",
+    "least",
     "least_effect",
     "lies",
     "markdown",
@@ -57,6 +59,7 @@ __all__ = [
     "probability",
     "ratio",
     "read",
+    "region",
     "section",
     "seeds_of",
     "smallest",
@@ -197,6 +200,7 @@ class Primary:
         low, high: between which the mean lies if the prediction holds.
         logs: whether the values are logs of a ratio.
         against: the region is not what the claim predicts, but what contradicts it.
+        label: what is measured, where the sentence is too long to say it in a few words.
     """
 
     claim: str
@@ -206,6 +210,7 @@ class Primary:
     high: float
     logs: bool = True
     against: bool = False
+    label: str = ""
 
 
 @dataclass(frozen=True)
@@ -218,6 +223,7 @@ class Ruled:
         word: the verdict.
         found: what was found.
         seeds: that it rests on.
+        label: as of `Primary`.
     """
 
     claim: str
@@ -225,6 +231,7 @@ class Ruled:
     word: str
     found: str
     seeds: int
+    label: str = ""
 
 
 @dataclass(frozen=True)
@@ -254,11 +261,13 @@ class Unjudged:
         claim: its number.
         sentence: what was to be measured.
         reason: why it was not.
+        label: as of `Primary`.
     """
 
     claim: str
     sentence: str
     reason: str
+    label: str = ""
 
 
 Test = Primary | Counted | Ruled | Unjudged
@@ -379,6 +388,7 @@ class Section:
         figures: that the text shows.
         minds: of each claim, what would change it.
         notes: of some claims, what else a reader of the verdict must know, from the same rows.
+        changed: claims whose test was changed when its rows were known, as the preregistration says.
     """
 
     name: str
@@ -387,6 +397,7 @@ class Section:
     figures: tuple[Figure, ...]
     minds: dict[str, str]
     notes: dict[str, str] = field(default_factory=dict)
+    changed: tuple[str, ...] = ()
 
 
 def write_figures(section: Section, folder: Path) -> None:
@@ -442,10 +453,32 @@ def least_effect(test: Test) -> str:
     if isinstance(test, Unjudged | Ruled):
         return "–"
     if isinstance(test, Counted):
-        least = next((n for n in range(test.seeds + 1) if _fisher(n, test.seeds) < LEVEL), None)
-        return "none" if least is None else f"{least} failures against 0"
-    shown = smallest(test.values)
-    return f"× {number(math.exp(shown))}" if test.logs else number(shown)
+        fewest = next((n for n in range(test.seeds + 1) if _fisher(n, test.seeds) < LEVEL), None)
+        return "none" if fewest is None else f"{fewest} failures against 0"
+    return least(test.values, test.logs)
+
+
+def least(values: Sequence[float], logs: bool = False) -> str:
+    """The smallest effect that these seeds could have shown, as a table has it: a factor where they are logs."""
+    shown = smallest(values)
+    return f"× {number(math.exp(shown))}" if logs else number(shown)
+
+
+def label(test: Test) -> str:
+    """What a test measures, in a few words."""
+    return (test.label if not isinstance(test, Counted) else "") or test.sentence.partition("; predicted")[0]
+
+
+def region(test: Primary) -> str:
+    """Where the mean was predicted to lie, in words."""
+    low, high = (math.exp(end) if test.logs else end for end in (test.low, test.high))
+    if math.isinf(test.low):
+        where = f"below {number(high)}"
+    elif math.isinf(test.high):
+        where = f"above {number(low)}"
+    else:
+        where = f"{number(low)} to {number(high)}"
+    return f"{where} contradicts the claim" if test.against else f"predicted {where}"
 
 
 def _fisher(failed: int, seeds: int) -> float:

@@ -29,7 +29,6 @@ from depthprobe.lab import Text, TrainSettings, read_text, train
 from depthprobe.lab.byte_tokens import byte_tokenizer
 from depthprobe.progress import Bar
 from depthprobe.report.panels import LIGHT
-from depthprobe.report.tables import number
 
 NAME = "transfer"
 RATES, STEPS, EVERY = (1e-4, 3e-4, 1e-3), 200, 4
@@ -155,17 +154,34 @@ def primary(table: pd.DataFrame) -> list[study.Test]:
 
 def overview(table: pd.DataFrame) -> str:
     """Every arm and learning rate, in markdown."""
-    head = ["arm", "learning rate", "chosen (edge of those tried)", "pretraining steps, mean",
-            "pretraining loss, less the level", "new text before", "new text after", "seeds"]  # fmt: skip
+    head = ["arm", "learning rate", "chosen (edge of those tried)", "pretraining steps",
+            "pretraining loss, less the level", "new text before", "new text after",
+            "smallest effect, before and after", "seeds"]  # fmt: skip
     lines = []
     for (arm, lr), rows in table.groupby(["arm", "lr"], sort=False):
         edge = " (edge)" if lr in (table["lr"].min(), table["lr"].max()) else ""
         best = f"yes{edge}" if chosen(table, arm)["lr"].iloc[0] == lr else ""
-        off = number(float((rows["pretrained"] - rows["level"]).mean())) if arm != "embedding" else "–"
-        spans = [study.span(over_seeds(rows[name].to_numpy())) for name in ("before", "test")]
-        steps = f"{rows['step'].mean():,.0f}"
-        lines.append([arm, f"{lr:g}", best, steps, off, *spans, str(len(rows))])
+        off = study.span(over_seeds(rows["pretrained"] - rows["level"])) if arm != "embedding" else "–"
+        each = [rows[name].to_numpy() for name in ("before", "test")]
+        spans, shown = [study.span(over_seeds(one)) for one in each], " and ".join(map(study.least, each))
+        lines.append([arm, f"{lr:g}", best, steps_of(rows), off, *spans, shown, str(len(rows))])
     return study.markdown(head, lines)
+
+
+def steps_of(rows: pd.DataFrame) -> str:
+    """From which steps of pretraining fine-tuning began."""
+    first, last = int(rows["step"].min()), int(rows["step"].max())
+    return f"{first:,}" if first == last else f"{first:,} to {last:,}"
+
+
+def notes(table: pd.DataFrame) -> dict[str, str]:
+    """What the verdict does not say."""
+    arms = {arm: chosen(table, arm) for arm in pre_vs_post.PLACEMENTS}
+    starts = ", ".join(f"{arm}-LN after {steps_of(rows)} steps" for arm, rows in arms.items())
+    ends = table["lr"].min(), table["lr"].max()
+    edges = [f"{arm}-LN" for arm, rows in arms.items() if rows["lr"].iloc[0] in ends]
+    at_edge = f" The learning rate chosen for {' and '.join(edges)} is at the edge of those tried." if edges else ""
+    return {"P2": f"Fine-tuning began where losses were nearest to equal, {starts} of pretraining.{at_edge}"}
 
 
 def section(results: Path) -> study.Section:
@@ -179,17 +195,19 @@ def section(results: Path) -> study.Section:
         return "\n\n".join([INTRODUCTION, study.verdicts(found), FIGURE, overview(table)])
 
     figure = study.Figure(NAME, partial(draw, table), 3.2)
-    return study.Section(NAME, tuple(primary(table)), text, (figure,), MINDS)
+    return study.Section(NAME, tuple(primary(table)), text, (figure,), MINDS, notes(table))
 
 
 INTRODUCTION = f"""### P2: fine-tuning from equal loss (`{NAME}.py`)
 
-12 blocks, width 64. Each seed's level is the higher of both arms' final losses on dev in `pre_vs_post.py`; each arm
-starts from its checkpoint nearest to it, {STEPS} steps on English that no model had seen. Losses on its test half,
-nats a byte, paired by seed; the margin is 10 % of what separates pre-LN from a model without blocks, fine-tuned
+12 blocks, width 64. Each seed's level is the higher of both arms' lowest losses on dev in `pre_vs_post.py`; each arm
+starts from its checkpoint nearest to it, {STEPS} steps on English that no model had seen, of which every {EVERY}th
+topic is left out. The learning rate is chosen by the first half of these topics, losses are of the second, nats a byte,
+paired by seed; the margin is 10 % of what separates pre-LN from a model without blocks, fine-tuned
 likewise. An arm that had got below the level starts from the middle of its schedule, where the learning rate is still
 high: what that does is not told apart from the placement."""
-FIGURE = f"![Loss on the new text by learning rate](figures/{NAME}.png)"
+FIGURE = f"""![Loss on the new text after fine-tuning by learning rate, a thin line a seed, thick their
+mean](figures/{NAME}.png)"""
 MINDS = {
     "P2": "a fine-tuning task that is no language modelling, or models of a size at which fine-tuning is done",
 }

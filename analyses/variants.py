@@ -129,12 +129,13 @@ def primary(table: pd.DataFrame, beside: pd.DataFrame, norms: pd.DataFrame) -> l
     count = sum(1 for _ in words_of(norms))
     found = f"{len(differ)} of {count} verdicts differ from LayerNorm's"
     rule = "no verdict on R1, R2, M1 and the gradient ratios differs from LayerNorm's"
-    return [*tests, study.Ruled("N1", rule, "contradicted" if differ else "supported", found, len(SEEDS))]
+    word = "contradicted" if differ else "supported"
+    return [*tests, study.Ruled("N1", rule, word, found, len(SEEDS), "R1, R2, M1 and gradient ratios by norm")]
 
 
 def verdict_of(norms: pd.DataFrame, arm: str, claim: str, criterion: str) -> tuple[str, str]:
     """The verdict on a criterion, or whether a gradient ratio changed, and the value with its interval."""
-    values = study.arm(norms, arm=arm, claim=claim, criterion=criterion)["value"].dropna().to_numpy()
+    values = values_of(norms, arm, claim, criterion)
     if len(values) < 2:
         return "not measured", "–"
     if claim in ("G1", "G2"):
@@ -144,6 +145,11 @@ def verdict_of(norms: pd.DataFrame, arm: str, claim: str, criterion: str) -> tup
         each = next(one for one in criteria() if one.claim == claim and one.sentence == criterion)
         word, value = study.lies(over_seeds(values), each.low, each.high), study.span(over_seeds(values))
     return {"inside": "supported", "outside": "contradicted", "undecided": "undecided"}[word], value
+
+
+def values_of(norms: pd.DataFrame, arm: str, claim: str, criterion: str) -> np.ndarray:
+    """The number of a criterion by seed, without those that do not have it."""
+    return study.arm(norms, arm=arm, claim=claim, criterion=criterion)["value"].dropna().to_numpy()
 
 
 def words_of(norms: pd.DataFrame) -> list[tuple[str, str, str, str]]:
@@ -166,8 +172,6 @@ def kinds(norms: pd.DataFrame, arm: str) -> list[tuple[str, str]]:
 
 def overview(table: pd.DataFrame, beside: pd.DataFrame) -> str:
     """The arms of S1 beside pre-LN and post-LN, in markdown."""
-    head = ["arm", "warm-up", "failed in the grid", "chosen learning rate", "of the grid", "loss on test", "failed",
-            "seeds"]  # fmt: skip
     lines = []
     for arm in ("pre", "post"):
         tried = study.arm(beside, stage="grid", arm=arm, optimizer="adamw")
@@ -175,7 +179,7 @@ def overview(table: pd.DataFrame, beside: pd.DataFrame) -> str:
     for arm in TUNED:
         tried, rows = (study.arm(table, stage=stage, arm=arm) for stage in ("grid", "confirm"))
         lines.append([arm, *runs.summary(tried, rows)])
-    return study.markdown(head, lines)
+    return study.markdown(["arm", *runs.SUMMARY], lines)
 
 
 def norm_table(norms: pd.DataFrame, table: pd.DataFrame) -> str:
@@ -186,13 +190,16 @@ def norm_table(norms: pd.DataFrame, table: pd.DataFrame) -> str:
             arm = f"{placement}{'-' if suffix else ''}{suffix}"
             for claim, criterion in kinds(norms, arm):
                 word, value = verdict_of(norms, arm, claim, criterion)
-                short = criterion.split(":")[0]
-                seeds = str(len(study.arm(norms, arm=arm, claim=claim, criterion=criterion)))
-                lines.append([claim, short, words, placement, value, word, seeds])
+                short = gradient_norms.LABELS.get(criterion) or criterion.split(":")[0]
+                values, every = values_of(norms, arm, claim, criterion), study.arm(norms, arm=arm, criterion=criterion)
+                least = study.least(values, claim in ("G1", "G2")) if len(values) > 1 else "–"
+                seeds = f"{len(values)} of {len(every)}"
+                lines.append([claim, short, words, placement, value, least, word, seeds])
     lines.sort(key=lambda line: (line[0], line[1], line[3]))
     bad = study.arm(table, stage="norm", status="failed")
     note = f"\n\n{len(bad)} of the {len(study.arm(table, stage='norm'))} trained models of N1 failed."
-    head = ["claim", "number", "norm", "placement", "value [95 % interval over seeds]", "verdict", "seeds"]
+    head = ["claim", "number", "norm", "placement", "value [95 % interval over seeds]", "smallest effect", "verdict",
+            "seeds that have it"]  # fmt: skip
     return study.markdown(head, lines) + note
 
 
@@ -214,9 +221,13 @@ INTRODUCTION = f"""### S1, N1: other initialisations, attention and norms (`{NAM
 12 blocks, width 64, 600 steps. S1: losses on the test half, nats a byte, paired by seed; pre-LN and post-LN are the
 AdamW runs of `warmup.py`, the others have its grid. The margin is 10 % of what separates pre-LN from a model without
 blocks. N1 is by a rule, not a test: trained models have pre-LN's learning rate and warm-up whatever their norm."""
-FIGURE = f"![Loss over learning rate of post-LN's variants, and update ratios by norm](figures/{NAME}.png)"
-SECONDARY = """N1, number by number. BatchNorm and InstanceNorm are compared with LayerNorm in the bidirectional model;
-there the loss of the gradient ratios is that of every position's own token."""
+FIGURE = (
+    f"![Loss over learning rate of post-LN's variants, and gradient ratios by norm, a dot a seed](figures/{NAME}.png)"
+)
+SECONDARY = """N1, number by number, with uncorrected intervals; `undecided` of both norms counts as no difference.
+Means are arithmetic, of gradient ratios geometric; thirds of the blocks are by place. BatchNorm and InstanceNorm are
+compared with LayerNorm in the bidirectional model; there the loss of the gradient ratios is that of every position's
+own token."""
 MINDS = {
     "S1": "longer training of deeper models, for which both were made",
     "N1": "verdicts that differ no more once each norm has a learning rate of its own",

@@ -117,8 +117,6 @@ def primary(table: pd.DataFrame) -> list[study.Test]:
 
 def overview(table: pd.DataFrame) -> str:
     """What was chosen and what it came to, in markdown."""
-    head = ["optimiser", "placement", "warm-up", "failed in the grid", "chosen learning rate", "of the grid",
-            "loss on test", "failed", "seeds"]  # fmt: skip
     lines = []
     for optimizer in OPTIMIZERS:
         for arm in PLACEMENTS:
@@ -126,7 +124,7 @@ def overview(table: pd.DataFrame) -> str:
                 tried = with_or_without(study.arm(table, stage="grid", arm=arm, optimizer=optimizer), warm)
                 rows = confirmed(table, arm, optimizer, warm)
                 lines.append([WORDS[optimizer], arm, *runs.summary(tried, rows)])
-    return study.markdown(head, lines)
+    return study.markdown(["optimiser", "placement", *runs.SUMMARY], lines)
 
 
 def section(results: Path) -> study.Section:

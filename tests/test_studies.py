@@ -175,6 +175,42 @@ def test_smallest_effect_by_the_noncentral_t(study: ModuleType, count: int) -> N
     assert smallest_effect(5) == pytest.approx(1.7, abs=0.05)  # as the preregistration says
 
 
+def test_a_test_in_a_few_words(study: ModuleType) -> None:
+    """What it measures, and where the mean was predicted, as a factor where its values are logs."""
+    below = study.Primary("X", "a loss, nats; predicted below −0.1", (-0.3, -0.2), -math.inf, -0.1, logs=False)
+    assert (study.label(below), study.region(below)) == ("a loss, nats", "predicted below −0.100")
+    same = study.Primary("X", "a long sentence", (0.0, 0.1), -LOG, LOG, label="a ratio")
+    assert (study.label(same), study.region(same)) == ("a ratio", "predicted 0.909 to 1.10")
+    more = study.Primary("X", "", (0.0, 0.1), math.log(2), math.inf, against=True)
+    assert study.region(more) == "above 2.00 contradicts the claim"
+    assert study.label(study.Counted("X", "runs; predicted above 0, or failures", 1, 0, 5)) == "runs"
+    values = [0.0, 0.3]
+    assert study.least(values, logs=True) == f"× {study.number(math.exp(smallest_effect(2) * np.std(values, ddof=1)))}"
+
+
+def test_the_headline_is_short_and_marks_what_was_changed(study: ModuleType) -> None:
+    findings = script("findings")
+    tests = (
+        study.Primary("R1", "a long sentence; predicted 1", (0.3, 0.8), 0.9, 1.1, logs=False, label="the exponent"),
+        study.Primary("M1", "an error; predicted below 0.1", (0.3, 0.2, 0.25), -math.inf, 0.1, logs=False),
+        study.Unjudged("M1", "another; predicted below 0.1", "none was made"),
+    )
+    notes = {"R1": "more"}
+    part = study.Section("x", tests, lambda found: "", (), {"R1": "", "M1": ""}, notes, ("R1",))
+    rows = [line.strip("| ").split(" | ") for line in findings.headline([part]).splitlines() if line.startswith("|")]
+    assert rows[2] == [
+        "The stream is a sum of terms of equal size, so that it grows like t (R1)", "**undecided** †",
+        f"the exponent: {study.span(over_seeds([0.3, 0.8]))} (predicted 0.900 to 1.10)", "2",
+    ]  # fmt: skip
+    assert rows[3][1:] == [
+        "**contradicted**",
+        f"an error: {study.span(over_seeds([0.3, 0.2, 0.25]))} (predicted below 0.100, contradicted)"
+        "<br>another: none was made (cannot be judged here)", "3/–",
+    ]  # fmt: skip
+    whole = findings.claims([part], study.adjusted(tests))
+    assert f"(smallest effect {study.least([0.3, 0.8])})<br>A test was changed when its rows were known" in whole
+
+
 # The README
 
 
@@ -303,7 +339,7 @@ def test_ratios_and_verdicts_of_a_table_with_a_known_answer(study: ModuleType, n
     assert np.mean(norms.top_slope(table, "weight")) == pytest.approx(-0.5, abs=0.01)
     said = told(norms, table)
     assert re.findall(r"\| (G\d) \| \*\*(\w+)\*\*", said) == [("G1", "supported")] * 2 + [("G2", "supported")] * 2
-    assert said.count("(inside)") == 2
+    assert said.count("(inside, smallest effect ") == 2
     other = table.assign(placement=table["placement"].replace({"pre": "post", "post": "pre"}), skip_attention=0.5)
     said = told(norms, other.assign(skip_mlp=0.5))
     assert re.findall(r"\| (G\d) \| \*\*(\w+)\*\*", said)[::2] == [("G1", "contradicted"), ("G2", "contradicted")]

@@ -20,6 +20,7 @@ from torch.nn.functional import cosine_similarity, log_softmax
 
 from depthprobe.ablations.run import SweepSettings, sweep
 from depthprobe.ablations.table import merge_against_skip
+from depthprobe.contrast import over_seeds, smallest_effect
 from depthprobe.errors import OutputError, UsageError
 from depthprobe.estimate import Resampler
 from depthprobe.lab.byte_tokens import byte_tokenizer
@@ -152,7 +153,7 @@ def test_the_same_rows_again(monkeypatch: pytest.MonkeyPatch) -> None:
     there = study.arm(table, source="init", arm="post", seed=3).drop(columns=[*growth.KEYS])
     again = pd.DataFrame(growth.Measure(None, Path())(*job), columns=there.columns)
     assert list(again["unit"]) == list(there["unit"])
-    numeric = [name for name in there.columns if name != "unit"]
+    numeric = [name for name in there.columns if name not in ("unit", "r2_power")]  # post-LN's is that of rounding
     np.testing.assert_allclose(again[numeric], there[numeric], rtol=1e-3, atol=1e-5)  # sums differ between machines
 
 
@@ -175,13 +176,15 @@ LOSSES = {  # of every checkpoint; the last is the end's
     ("pre", 2): (5.0, 3.0, 4.0, 3.0), ("post", 2): (5.0, 4.0, 3.0, 2.0),
 }  # fmt: skip
 STEPS = (0, 10, 20, 30)
+SWAPPED = 0.0003  # post-LN's learning rate
 
 
 @pytest.fixture(scope="module")
 def trained_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A table of runs, and their folders as training leaves them: made-up models and losses."""
     home = tmp_path_factory.mktemp("trained")
-    jobs = [runs.Run("confirm", arm, BLOCKS, 16, "adamw", 0.001, 3, 30, seed) for arm, seed in sorted(LOSSES)]
+    rates = {"pre": 0.001, "post": SWAPPED}
+    jobs = [runs.Run("confirm", arm, BLOCKS, 16, "adamw", rates[arm], 3, 30, seed) for arm, seed in sorted(LOSSES)]
     for place, run in enumerate(jobs):
         folder = home / "work" / run.name
         for step, loss in zip(STEPS, LOSSES[run.arm, run.seed], strict=True):
@@ -190,9 +193,23 @@ def trained_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             line = {"step": step, "loss": 9.0, "val_loss": loss}
             with (folder / "log.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n" + json.dumps({"step": step + 1, "val_loss": None}) + "\n")
-    rows = [[getattr(run, name) for name in run.__dataclass_fields__] for run in jobs]
     outcome = ["done", 2.0, 2.1, 3.1, 1000, 9000, ""]
-    pd.DataFrame([row + outcome for row in rows], columns=runs.COLUMNS).to_csv(home / "runs.csv", index=False)
+
+    def write(name: str, made: list[object]) -> None:
+        rows = [[getattr(run, name) for name in run.__dataclass_fields__] + outcome for run in made]
+        pd.DataFrame(rows, columns=runs.COLUMNS).to_csv(home / name, index=False)
+
+    write("runs.csv", jobs)
+    swapped = [runs.Run("swapped", "pre", BLOCKS, 16, "adamw", SWAPPED, 3, 30, seed) for seed in (1, 2)]
+    for run in swapped:
+        folder = home / "work" / run.name
+        for step in (0, 30):
+            model = model_of("pre", 1000 * run.seed + step)
+            save_model(model, byte_tokenizer(positions=64), folder if step else folder / "step-0")
+        lines = [{"step": step, "val_loss": loss} for step, loss in ((0, 5.0), (30, 2.25))]
+        (folder / "log.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    away = [runs.Run("swapped", arm, BLOCKS, 16, "adamw", lr, 3, 30, 1) for arm, lr in (("pre", 0.5), ("post", 0.001))]
+    write("swapped.csv", [*jobs, *swapped, *away])
     return home
 
 
@@ -215,7 +232,8 @@ def test_equal_loss_is_the_higher_of_the_last_losses_at_its_last_crossing(traine
 def test_rows_at_equal_loss_lie_between_those_of_two_checkpoints(trained_runs: Path) -> None:
     found = trained(trained_runs)
     first, second = (
-        growth.checkpoint_rows(found, "pre", 1, models.Point(step, loss)) for step, loss in ((10, 4.0), (20, 2.0))
+        growth.checkpoint_rows(found, found.runs["pre", 1], models.Point(step, loss))
+        for step, loss in ((10, 4.0), (20, 2.0))
     )
     job = ("trained", "pre", found.runs["pre", 1].name, BLOCKS, 1, "loss")
     mixed = pd.DataFrame(growth.Measure(found, Path())(*job), columns=first.columns)
@@ -225,7 +243,34 @@ def test_rows_at_equal_loss_lie_between_those_of_two_checkpoints(trained_runs: P
     assert (first["residual_norm"] - second["residual_norm"]).abs().max() > 0.1
     last = mixed.iloc[-1]
     assert (last["step"], last["val_loss"]) == (17.5, pytest.approx(2.5))
-    assert growth.checkpoint_rows(found, "pre", 1, models.Point(None, 1.0)).iloc[-1]["step"] == 30
+    assert growth.checkpoint_rows(found, found.runs["pre", 1], models.Point(None, 1.0)).iloc[-1]["step"] == 30
+
+
+def test_pre_at_the_setting_of_post_is_measured_last_at_its_end(trained_runs: Path) -> None:
+    """Not its swapped runs at another setting, nor post-LN's; and not before all other models are there."""
+    found = trained(trained_runs, "swapped.csv")
+    jobs = found.jobs()
+    assert jobs[:-2] == trained(trained_runs).jobs()
+    assert jobs[-2:] == [("pre", found.matched[seed].name, BLOCKS, seed, "matched") for seed in (1, 2)]
+    assert all(run.lr == SWAPPED and run.arm == "pre" for run in found.matched.values())
+    assert {run.lr for run in found.runs.values() if run.arm == "post"} == {SWAPPED}
+    rows = pd.DataFrame(growth.Measure(found, Path())("trained", *jobs[-1]), columns=growth.COLUMNS[len(growth.KEYS) :])
+    plain = growth.rows_of(*models.opened(runs.model_of(found.matched[2], trained_runs / "work"), 256))
+    numeric = [name for name in rows if name not in ("unit", "step", "val_loss")]
+    np.testing.assert_allclose(rows[numeric], plain[numeric])
+    assert rows.iloc[-1]["val_loss"] == 2.25
+    costs = pd.DataFrame(twins.RhoRows(found)(*jobs[-1]), columns=twins.RHO_COLUMNS[len(twins.KEYS) :])
+    np.testing.assert_allclose(costs["kl"], twins.rho_rows(found.model(found.matched[2], models.Point(None, 0)))["kl"])
+    assert not np.allclose(costs["kl"], twins.rho_rows(found.model(found.runs["pre", 2], models.Point(None, 0)))["kl"])
+    table = pd.read_csv(trained_runs / "swapped.csv")
+    table[table["stage"].eq("swapped") | table["seed"].eq(1)].to_csv(trained_runs / "fewer.csv", index=False)
+    assert "matched" not in {job[-1] for job in trained(trained_runs, "fewer.csv").jobs()}
+    table.assign(status=np.where(table["stage"] == "swapped", "failed", "done")).to_csv(trained_runs / "lost.csv")
+    pd.read_csv(trained_runs / "lost.csv", index_col=0).to_csv(trained_runs / "lost.csv", index=False)
+    lost = trained(trained_runs, "lost.csv")
+    assert [row[1] for row in growth.Measure(lost, Path())("trained", *jobs[-1])] == ["failed"]
+    assert [row[2] for row in twins.RhoRows(lost)(*jobs[-1])] == ["failed"]
+    assert lost.jobs() == jobs
 
 
 def test_seeds_that_one_arm_lacks_wait_and_are_named(trained_runs: Path) -> None:
@@ -302,8 +347,35 @@ def test_verdicts_of_a_table_with_known_answers(tmp_path: Path) -> None:
     ]
     assert "| ‖u‖/‖y‖ of the MLP | 0.707" in text
     near = r"0\.(80|79)\d"  # post-LN's cells stay empty, and a single model has no interval
-    seeds = rf" {near} \[[^|]*\] inside \|  \|"
+    seeds = rf" {near} \[[^|]*\] \([^|]*\) inside \|  \|"
     assert re.search(rf"R1: updates point along the stream[^|]*\|{seeds}{seeds} {near} \|\n", text)
+    assert "| init pre, 2 seeds | init post, 2 seeds |" in text
+    assert "compared at their own learning rates" in text
+    flat = table.assign(growth_power=np.where(table["arm"] == "post", 1e-8, table["growth_power"]))
+    assert re.search(r"R² of that, where anything grows \| 0\.990[^|]*\|  \| 0\.990", growth.more(flat))
+    power = [each.iloc[-1]["growth_power"] for _, each in study.arm(table, source="init", arm="pre").groupby("seed")]
+    cell = f"{study.span(over_seeds(power))} ({study.number(smallest_effect(2) * np.std(power, ddof=1))})"
+    assert f"| exponent of ‖x_l‖ over l, whether it fits or not | {cell} |" in text
+
+
+def test_pre_at_the_setting_of_post_stands_beside(tmp_path: Path) -> None:
+    table = made_up()
+    ours = table[(table["source"] == "trained") & (table["arm"] == "pre")]
+    matched = ours.assign(at="matched", name="y", growth_power=ours["growth_power"] + 5)
+    text = told(growth, pd.concat([table, matched]), tmp_path)
+    heads = next(line for line in text.splitlines() if line.startswith("| criterion")).split(" | ")
+    place = heads.index("trained pre, post-LN's setting, 2 seeds")
+    (row,) = (line.split(" | ") for line in text.splitlines() if "whether it fits or not" in line)
+    assert row[place].startswith("6.00 [")
+    assert "compared at their own learning rates" not in text
+    assert said(pd.concat([table, matched])) == said(table)
+
+
+def test_which_seeds_a_power_law_does_not_fit() -> None:
+    table = made_up(3)
+    worse = (table["source"] == "trained") & (table["seed"] < 3)
+    text = growth.overview(table.assign(r2_power=np.where(worse, 0.7 + table["seed"] / 100, table["r2_power"])))
+    assert "| 2 of 3 seeds: R² 0.710 and 0.720, 0.8 needed |" in text
 
 
 def told(module: ModuleType, table: pd.DataFrame, folder: Path) -> str:
@@ -448,10 +520,37 @@ def test_slopes_and_verdicts_of_merges_with_known_answers(tmp_path: Path) -> Non
     assert [word for *_, word in study.adjusted(alike)] == ["supported", "contradicted"]
     text = told(twins, table, tmp_path)
     assert text.count("| M2 | **supported**") == 2
-    assert "At equal loss, pre over post, each in its cheapest way: 0.22" in text
+    assert "in pre-LN, sum (seeds 1, 2); in post-LN, attention first, sum (seeds 1, 2)." in text
+    assert re.search(r"Pre over post at equal loss, .*first 0\.22\d \[.*\] \(changed, smallest effect × 1", text)
+    assert "compared at their own learning rates" in text
     failed = table.assign(unit=np.where((table["arm"] == "post") & (table["seed"] == 2), "failed", table["unit"]))
     assert [type(test).__name__ for test in twins.rho_primary(failed)] == ["Primary", "Unjudged"]
     assert [type(test).__name__ for test in twins.rho_primary(table[table["seed"] == 1])] == ["Unjudged"] * 2
+
+
+def test_no_seed_has_a_part_in_the_choice_that_it_is_judged_by() -> None:
+    """Seed 1 alone makes `sum` the cheapest: seeds 2 and 3 are merged so, and seed 1 in the way of these two."""
+    table = rho_table(seeds=3)
+    cheap = (table["arm"] == "post") & (table["seed"] == 1) & (table["change"] == "sum")
+    table.loc[cheap, "kl"] *= 1e-3
+    assert twins.cheapest(table, "post") == "sum"
+    assert twins.by_others(table, "post") == {1: "attention first, sum", 2: "sum", 3: "sum"}
+    assert twins.difference(table) == pytest.approx([-1.5, -1.2, -1.2], abs=0.01)
+    assert "in post-LN, attention first, sum (seed 1) and sum (seeds 2, 3)." in twins.choices(table)
+    assert twins.by_others(table[table["seed"] == 1], "post") == {}
+
+
+def test_merges_of_pre_at_the_setting_of_post_beside_the_end_of_post(tmp_path: Path) -> None:
+    table = rho_table()
+    matched = rho_table(pre=-2.0).query("arm == 'pre' and at == 'end'").assign(at="matched", name="y")
+    both = pd.concat([table, matched])
+    assert twins.rho_primary(both) == twins.rho_primary(table)
+    assert twins.difference(both, "matched") == pytest.approx([-2.5] * 2, abs=0.01)  # −2 against 0.2 + 0.3
+    text = told(twins, both, tmp_path)
+    found = re.search(r"Pre over post at equal tokens, both with post-LN's setting, .*first (\S+) \[", text)
+    assert float(found[1]) == pytest.approx(math.exp(-2.5), rel=0.01)
+    assert text.count("\n| equal tokens, both with post-LN's setting | pre |") == 4 + len(twins.CONTROLS) - 1
+    assert "compared at their own learning rates" not in text
 
 
 def test_a_skip_that_costs_nothing_has_no_ratio() -> None:
@@ -477,11 +576,16 @@ def test_what_comes_later_leaves_the_table_of_a_fresh_run(
     with pytest.raises(OutputError, match="has 1 of 2 trained pre models"):
         module.section(tmp_path, blocks=BLOCKS)
     assert module.main([*line, "--runs", str(trained_runs / "runs.csv")]) == 0
+    assert "compared at their own learning rates" in capsys.readouterr().out
+    before = table.read_text()
+    assert module.main([*line, "--runs", str(trained_runs / "swapped.csv")]) == 0  # pre-LN at post-LN's setting comes
+    assert table.read_text().startswith(before)
     said = capsys.readouterr().out
+    assert "compared at their own learning rates" not in said
     section = module.section(tmp_path, blocks=BLOCKS)
     assert section.text(study.adjusted(section.tests)) in said
     assert ("| D2 | **" if module is growth else "| M2 | **") in said
-    found = trained(trained_runs)
+    found = trained(trained_runs, "swapped.csv")
     fresh = (growth.COLUMNS, growth.plan(found), growth.Measure(found, work))
     fresh = fresh if module is growth else (twins.RHO_COLUMNS, found.jobs(), twins.RhoRows(found))
     study.collect(tmp_path / "fresh.csv", *fresh)
@@ -495,5 +599,5 @@ def test_too_few_blocks_and_two_models_of_one_seed(tmp_path: Path, capsys: pytes
         growth.public(tmp_path, "small")
     both = pd.concat([rho_table(), rho_table().assign(name="y")])
     both.to_csv(tmp_path / "t.csv", index=False)
-    with pytest.raises(OutputError, match="x and y as post 1; expected one model"):
+    with pytest.raises(OutputError, match="x and y as post 1 end; expected one model"):
         twins.rho_table(tmp_path / "t.csv", 12)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -333,6 +334,29 @@ def test_verdicts_of_tables_with_known_answers(scripts: tuple[ModuleType, Module
     assert math.isnan(found.emergence(rows).value) if turned else found.emergence(rows).value == pytest.approx(2 / 12)
     assert found.in_order(rows).value == (0.0 if turned else 1.0)
     assert found.worse(rows, ("shuffle", "reverse")).value == pytest.approx(-1 if turned else 1, abs=0.01)
+
+
+def test_numbers_and_orders_are_counted_apart(scripts: tuple[ModuleType, ModuleType]) -> None:
+    """Every finding once: by its kind, and those that the preregistration does not have after a dagger."""
+    real, found = scripts
+    (rows,) = real.models(made_up(real, turned=False))
+    said = found.counts(rows)
+    parts = re.findall(r"(Numbers|Orders|Whether)[^:]*: ([^.;]*)(?:; † ([^.;]*))?\.", said)
+    assert [kind for kind, *_ in parts] == ["Numbers", "Orders", "Whether"]
+    counted = [sum(map(int, re.findall(r"\d+", part))) for _, *each in parts for part in each]
+    wanted = [
+        sum((each.kind, each.fixed) == (kind, fixed) for each in found.FINDINGS)
+        for kind in found.KINDS for fixed in (True, False)
+    ]  # fmt: skip
+    assert counted == wanted
+    assert sum(counted) == len(found.FINDINGS)
+    assert parts[0][1:] == ("3 same", "1 different")
+    numbers = {each.what for each in found.FINDINGS if each.kind == "number"}
+    signs = {each.what for each in found.FINDINGS if math.inf in map(abs, each.within)}
+    assert not numbers & signs
+    for each in found.FINDINGS:
+        assert any(digit in each.published for digit in "0123456789") or each.kind != "number", each.what
+    assert not any(each.fixed for each in found.FINDINGS if each.what.endswith("block harms more"))
 
 
 # The README

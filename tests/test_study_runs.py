@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from depthprobe.contrast import over_seeds
+from depthprobe.contrast import over_seeds, smallest_effect
 from depthprobe.errors import CheckpointError, OutputError
 
 ROOT = Path(__file__).parent.parent
@@ -290,6 +291,156 @@ def test_parallel_pairs_on_a_table_with_a_known_answer(runs: ModuleType, study: 
     worse = beside.assign(test=np.where(beside["blocks"] == 6, 1.49, beside["test"]))
     assert all(isinstance(test, study.Unjudged) for test in pairs.primary(table, worse))
     assert pairs.sequential(beside, "pre", 12)["lr"] == 3e-3
+
+
+def test_correlation_without_what_the_placement_alone_makes(runs: ModuleType) -> None:
+    """Within each arm the ranks go against each other, between the arms together."""
+    study = script("pre_vs_post")
+    rows = pd.DataFrame({"arm": ["pre"] * 3 + ["post"] * 3, "value": [1, 2, 3, 11, 12, 13], "test": [3, 2, 1, 9, 8, 7]})
+    assert rows["value"].corr(rows["test"], method="spearman") > 0.5
+    assert study.partial_spearman(rows) == pytest.approx(-1.0)
+
+
+def test_cells_of_confirmed_runs(runs: ModuleType, study: ModuleType) -> None:
+    """Losses of runs that failed take no part; what is missing is a dash."""
+    losses = [1.5, 1.6, 1.7, 1.8, 9.0]
+    rows = made_up(runs, seeds_of("pre", losses)).assign(status=["done"] * 4 + ["failed"])
+    tried = made_up(runs, [{"lr": lr, "status": word} for lr, word in ((1e-4, "failed"), (1e-3, "done"))])
+    cells = dict(zip(runs.SUMMARY, runs.summary(tried, rows), strict=True))
+    assert cells["loss on test"] == study.span(over_seeds(losses[:4]))
+    assert float(cells["smallest effect"]) == pytest.approx(smallest_effect(4) * np.std(losses[:4], ddof=1), abs=5e-4)
+    assert (cells["failed"], cells["seeds"], cells["failed in the grid"]) == ("1 of 5", "5", "1 of 2")
+    assert cells["of the grid"] == "edge: rate"
+    gone = rows.assign(status="failed")
+    assert runs.summary(tried, gone)[4:] == ["–", "–", "5 of 5", "5"]
+    assert len(runs.summary(tried, rows[:0])) == len(runs.SUMMARY)
+
+
+# What studies say of whole tables
+
+
+def trained(runs: ModuleType, jobs: list[object]) -> pd.DataFrame:
+    """Runs as if they had been made: a loss by arm, blocks and learning rate, and post-LN at high rates failed."""
+    rng, rows = np.random.default_rng(0), []
+    for job in jobs:
+        values = {name: getattr(job, name) for name in runs.COLUMNS[:9]}
+        bad = values["arm"].startswith("post") and values["warmup"] == 0 and values["lr"] > 1e-3
+        loss = 1.5 + 0.1 * abs(math.log(values["lr"] / 2e-3)) + rng.normal(0, 0.01)
+        loss += {"embedding": 1.0, "post": 0.1}.get(values["arm"], 0.0) + 0.3 * (values["blocks"] == 6)
+        bad_words = {"status": "failed", "dev": 3.2, "test": 3.2, "reason": "no better than"}
+        rows.append(values | ({"dev": loss, "test": loss} if not bad else bad_words))
+    return made_up(runs, rows)
+
+
+def tables(runs: ModuleType, home: Path) -> None:
+    """The tables of all studies that train, from their own plans."""
+    warmup, branch, pre_vs_post, variants, pairs, oscillation = (
+        script(name) for name in ("warmup", "branch_norm", "pre_vs_post", "variants", "parallel_pairs", "oscillation")
+    )
+    rng = np.random.default_rng(1)
+
+    def kept(name: str, jobs: list[object]) -> pd.DataFrame:
+        table = trained(runs, jobs)
+        table.to_csv(home / f"{name}.csv", index=False)
+        return table
+
+    jobs = warmup.grid(warmup.SIZE)
+    beside = kept("warmup", [*jobs, *warmup.confirmations(trained(runs, jobs))])
+    jobs = warmup.grid(warmup.SIZE, branch.ARMS, ("adamw",), branch.WARMUPS)
+    kept("branch_norm", [*jobs, *branch.confirmations(trained(runs, jobs))])
+    states = [
+        (arm, when, seed, block, 60 + 100 * block + rng.normal(), 60 + 128 * block,
+         5 + rng.normal() if block < 12 else math.nan, 0.8 + 0.1 * rng.random() if block < 12 else math.nan,
+         math.nan if block < 12 else 1.0)
+        for arm, when in (("branch", "init"), ("branch", "trained"), ("branch-qk", "trained"))
+        for seed in range(5) for block in range(13)
+    ]  # fmt: skip
+    pd.DataFrame(states, columns=branch.COLUMNS).to_csv(home / branch.STATES, index=False)
+    jobs = []
+    for blocks in (12, 6):
+        jobs += pre_vs_post.grid(pre_vs_post.SIZE, blocks)
+        jobs += pre_vs_post.confirmations(trained(runs, jobs), blocks, deepest=blocks == 12)
+    deep = kept("pre_vs_post", [*jobs, *pre_vs_post.shapes(beside, pre_vs_post.SIZE)])
+    depth = [
+        (arm, blocks, seed, "dependence", variant, 3 + rng.normal(), 2.0, 4.0, 1, *rng.normal(2, 1, 2), "")
+        for arm in ("pre", "post") for blocks in (12, 6) for seed in range(1, 6) for variant in ("", "first power")
+    ]  # fmt: skip
+    pd.DataFrame(depth, columns=pre_vs_post.COLUMNS).to_csv(home / pre_vs_post.DEPTHS, index=False)
+    jobs = warmup.grid(warmup.SIZE, variants.TUNED, ("adamw",))
+    chosen = runs.best(beside, arm="pre", optimizer="adamw")
+    confirm = [job for arm in variants.TUNED
+               for job in runs.again(runs.best(trained(runs, jobs), arm=arm), "confirm", variants.SEEDS)]  # fmt: skip
+    norms = [job for suffix in variants.WORDS if suffix
+             for job in runs.again(chosen, "norm", variants.SEEDS, arm=f"pre-{suffix}")]  # fmt: skip
+    kept("variants", [*jobs, *confirm, *norms])
+    arms = [f"{arm}{'-' if suffix else ''}{suffix}" for arm in ("pre", "post") for suffix in variants.WORDS]
+    found = [(arm, seed, each.claim, each.sentence, rng.normal(0.5, 0.1)) for arm in arms if arm.startswith("pre")
+             for seed in range(1, 6) for each in variants.criteria()]  # fmt: skip
+    found += [(arm, 100 + seed, "G2" if arm.startswith("pre") else "G1", metric, rng.normal(0.5, 0.1))
+              for arm in arms for seed in range(10) for metric in ("weight", "median")]  # fmt: skip
+    found[0] = (*found[0][:4], math.nan)  # a seed that a power law does not fit
+    pd.DataFrame(found, columns=variants.COLUMNS).to_csv(home / variants.NORM_FILE, index=False)
+    jobs = [runs.Run("grid", arm, 12, 64, "adamw", lr, 500, 2000, 0) for lr in pairs.RATES for arm in pairs.PARALLEL]
+    grid = trained(runs, jobs)
+    jobs += [job for arm in pairs.PARALLEL for job in runs.again(runs.best(grid, arm=arm), "confirm", pairs.SEEDS)]
+    jobs += [job for arm in ("pre", "post") for blocks in (12, 6)
+             if pairs.same(deep, pairs.sequential(deep, arm, blocks)).empty
+             for job in runs.again(pairs.sequential(deep, arm, blocks), "confirm", pairs.SEEDS)]  # fmt: skip
+    kept("merge_twins", jobs)
+    jobs = [runs.Run("updates", arm, 12, 64, "adamw", 2e-3, 0, 600, seed) for seed in range(1, 6)
+            for arm in oscillation.ARMS]  # fmt: skip
+    kept("oscillation", jobs)
+    sizes = [(arm, seed, step, block, 0.01 * math.exp(rng.normal())) for arm in oscillation.ARMS
+             for seed in range(1, 6) for step in (1, 2) for block in range(12)]  # fmt: skip
+    pd.DataFrame(sizes, columns=["arm", "seed", "step", "block", "relative"]).to_csv(home / oscillation.SIZES)
+    shifts = [(arm, blocks, seed, 0.1 + 0.01 * rng.random()) for arm in ("pre", "post") for blocks in (6, 12, 24)
+              for seed in range(10)]  # fmt: skip
+    pd.DataFrame(shifts, columns=["arm", "blocks", "seed", "shift"]).to_csv(home / oscillation.SHIFTS)
+    (home / "gradient_norms.csv").symlink_to(RESULTS / "gradient_norms.csv")
+
+
+def test_every_study_says_what_its_tables_hold(runs: ModuleType, study: ModuleType, tmp_path: Path) -> None:
+    """Whole tables of all training studies: no row lacks a cell, intervals have smallest effects beside them."""
+    tables(runs, tmp_path)
+    findings = script("findings")
+    sections = findings.read(tmp_path)
+    names = {"gradient_norms", "warmup", "branch_norm", "pre_vs_post", "merge_twins", "variants"}
+    assert {each.name for each in sections} == names
+    said = findings.texts(sections)
+    assert "G4: what a top-heavy gradient" in said["gradient_norms"]
+    assert "4 of 5 |" in said["variants"]
+    for name, text in said.items():
+        for table in grids(text):
+            assert {len(row) for row in table} == {len(table[0])}, name
+            assert not any(has_interval(cell) for row in table for cell in row) or shows_power(table), (name, table[0])
+    rows = grids(findings.headline(sections))[0]
+    assert rows[0] == ["claim", "verdict", "effect [95 % interval over seeds]", "seeds"]
+    assert len(rows) == 2 + sum(len({test.claim for test in each.tests}) for each in sections)
+    assert max(len(cell) for row in rows for cell in row[:2]) < 120
+    for each in sections:
+        study.write_figures(each, tmp_path)
+
+
+def grids(text: str) -> list[list[list[str]]]:
+    """The tables in markdown, as cells."""
+    found: list[list[list[str]]] = [[]]
+    for line in text.splitlines():
+        if line.startswith("|"):
+            found[-1].append([cell.strip() for cell in line[1:-1].split(" |")])
+        elif found[-1]:
+            found.append([])
+    return [table for table in found if table]
+
+
+def has_interval(cell: str) -> bool:
+    return bool(re.search(r"\d \[[−\d.]+, [−\d.]+\]", cell))
+
+
+def shows_power(table: list[list[str]]) -> bool:
+    """A column of smallest effects, or each beside its interval."""
+    return any("smallest effect" in head for head in table[0]) or all(
+        "smallest effect" in cell for row in table[1:] for cell in row if has_interval(cell)
+    )
 
 
 def test_updates_and_shifts_by_hand(runs: ModuleType, tmp_path: Path) -> None:
