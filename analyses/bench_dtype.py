@@ -38,6 +38,7 @@ from depthprobe.effective import QUICK_LEN, shortened, with_effective, with_phas
 from depthprobe.errors import UsageError
 from depthprobe.gradient import GradientSettings, with_gradients
 from depthprobe.measure import Settings, measure
+from depthprobe.placement import bfloat16_instructions
 from depthprobe.prepare import prepare
 from depthprobe.progress import say
 from depthprobe.report.files import write_whole
@@ -76,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
     found: Entry = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {name: metadata.version(name) for name in PACKAGES},
-        "machine": machine(options.threads) | {"bfloat16": instructions()},
+        "machine": machine(options.threads) | {"bfloat16": bfloat16_instructions()},
         "repeats": options.repeats,
         "tokens": options.tokens,
         "checkpoints": [],
@@ -96,13 +97,6 @@ def run(options: argparse.Namespace) -> None:
             text = json.dumps(found, indent=1, allow_nan=False) + "\n"
             write_whole({options.out.name: text.encode()}, options.out.parent)
         show(entry)
-
-
-def instructions() -> list[str]:
-    """The CPU's own instructions for products of bfloat16, as far as torch tells."""
-    # These names may go from one version of torch to the next.
-    tests = {"AVX512-BF16": "_is_avx512_bf16_supported", "AMX": "_is_amx_tile_supported"}
-    return [name for name, test in tests.items() if getattr(torch.cpu, test, bool)()]
 
 
 def both(

@@ -18,7 +18,7 @@ import torch
 
 from depthprobe.errors import CheckpointError, UsageError
 
-__all__ = ["MAPS", "Placing", "device_named", "dtype_named", "size_in_words", "unmapped"]
+__all__ = ["MAPS", "Placing", "bfloat16_instructions", "device_named", "dtype_named", "size_in_words", "unmapped"]
 
 MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 _DTYPES = {
@@ -134,6 +134,13 @@ def dtype_named(name: str | torch.dtype) -> torch.dtype | None:
     if known not in _DTYPES.values():
         raise UsageError(f"dtype {str(name)!r}", f"auto, {', '.join(_DTYPES)}")
     return known
+
+
+def bfloat16_instructions() -> list[str]:
+    """This CPU's own instructions for products of bfloat16, as far as torch tells."""
+    # Later versions of torch may have other names.
+    tests = {"AVX512-BF16": "_is_avx512_bf16_supported", "AMX": "_is_amx_tile_supported"}
+    return [name for name, test in tests.items() if getattr(torch.cpu, test, bool)()]
 
 
 def device_named(name: str | torch.device) -> torch.device:

@@ -273,6 +273,16 @@ class TestHalfPrecision:
     def test_full_precision_has_none(self) -> None:
         assert analyze(build("llama"), data=ids(4, 20), device="cpu").resolution == {}
 
+    def test_the_cost_names_it_where_it_is_faster(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        hint = "--dtype bfloat16 is faster"
+        _, corpus, full = prepare(build("llama"), ids(4, 20), device="cpu")
+        _, _, half = prepare(build("llama").to(torch.bfloat16), ids(4, 20), device="cpu")
+        for width, found, wanted in ((0, ["AMX"], True), (0, [], False), (1, ["AMX"], False)):
+            monkeypatch.setattr("depthprobe.measure.FASTER", full.stream.blocks.width + width)
+            monkeypatch.setattr("depthprobe.measure.bfloat16_instructions", lambda found=found: found)
+            assert (hint in Settings().cost(full, corpus)) == wanted
+            assert hint not in Settings().cost(half, corpus)
+
     @pytest.mark.parametrize("name", ["llama", "bert", "granite", "neox"])
     def test_bfloat16_gives_nearly_the_numbers_of_float32(self, name: str) -> None:
         half = build(name, "sdpa").to(torch.bfloat16)
