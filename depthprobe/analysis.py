@@ -15,6 +15,7 @@ import torch
 import transformers
 from torch import nn
 
+from depthprobe import processes
 from depthprobe.ablation import default_sweep
 from depthprobe.anatomy import Block, Branch
 from depthprobe.checkpoint import Checkpoint, load
@@ -305,6 +306,7 @@ def _machine(checkpoint: Checkpoint) -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "processes": processes.count(),
         "memory_gib": round(memory / 2**30, 1),
         "device": torch.cuda.get_device_name(checkpoint.device) if checkpoint.device.type == "cuda" else None,
     }

@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from typing import Annotated, Any
 
 import typer
@@ -21,7 +22,7 @@ from depthprobe.commands.options import remember
 from depthprobe.commands.prune import prune
 from depthprobe.commands.stages import stages
 from depthprobe.commands.train import train
-from depthprobe.errors import DepthprobeError
+from depthprobe.errors import DepthprobeError, UsageError
 
 __all__ = ["app", "main"]
 
@@ -36,6 +37,7 @@ app = typer.Typer(
 )
 
 _INTERRUPTED = "interrupted; nothing was written"
+_DEALT = ("analyze", "ablate", "depth")  # their sequences, among the processes that torchrun starts
 
 
 def _version(wanted: bool) -> None:
@@ -69,19 +71,48 @@ def main(arguments: list[str] | None = None) -> None:
     warnings.filterwarnings("ignore")  # of libraries; depthprobe says what it has to say itself
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and arguments[:1] != ["train"]:  # which joins them itself
+        sys.exit(_one_of_several(arguments))
     sys.exit(_run(lambda: app(arguments, standalone_mode=False), debug="--debug" in arguments))
 
 
-def _run(command: Callable[[], Any], debug: bool) -> int:
+def _one_of_several(arguments: list[str]) -> int:
+    """The same as one of the processes that torchrun started, of which the first one prints what all have to say."""
+    from depthprobe import processes
+
+    place, many = processes.announced()
+
+    def command() -> Any:
+        if not arguments or arguments[0] not in _DEALT:
+            raise UsageError(
+                f"{many} processes for depthprobe {' '.join(arguments[:1])}",
+                f"one; several share the work of {', '.join(_DEALT)} and train",
+            )
+        with processes.joined():
+            return app(arguments, standalone_mode=False)
+
+    debug = "--debug" in arguments
+    try:
+        if place == 0:
+            return _run(command, debug)
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+            return _run(command, debug, alone=False)
+    except processes.LostProcessError as error:
+        return _fail(f"process {place} of 0 to {many - 1}: {error}; what is finished is kept, --resume goes on", 1)
+
+
+def _run(command: Callable[[], Any], debug: bool, alone: bool = True) -> int:
+    """The exit status; a failure is said, unless another process says the same."""
     try:
         status = command()
-        return _fail(_INTERRUPTED, 130) if status == 130 else int(status or 0)
+        return _fail(_INTERRUPTED, 130) if status == 130 and alone else int(status or 0)
     except DepthprobeError as error:
         if debug:
             raise
-        return _fail(str(error), error.exit_code)
+        said = not alone and (error.everywhere or error.exit_code != 1)  # the first one says it too
+        return error.exit_code if said else _fail(str(error), error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
-        return _fail(_INTERRUPTED, 130)
+        return _fail(_INTERRUPTED, 130) if alone else 130
     except BrokenPipeError:
         # Whoever read our output has gone; keep Python from complaining about that at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -89,7 +120,8 @@ def _run(command: Callable[[], Any], debug: bool) -> int:
     except Exception as error:
         show = getattr(error, "show", None)
         if show is not None:  # the parser's own complaint, with its hint
-            show()
+            if alone:
+                show()
             return int(getattr(error, "exit_code", 2))
         if debug:
             raise

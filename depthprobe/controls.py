@@ -12,6 +12,7 @@ import torch
 from depthprobe.checkpoint import Checkpoint
 from depthprobe.corpus import Corpus
 from depthprobe.depth.base import Depth, DepthSettings
+from depthprobe.depth.finished import Finished
 from depthprobe.depth.gate import CONTROLS
 from depthprobe.depth.suite import Ran, run_estimators
 from depthprobe.errors import DepthprobeError
@@ -69,6 +70,7 @@ def run_controls(
     settings: DepthSettings | None = None,
     twins: int = TWINS,
     progress: Callable[[float], None] | None = None,
+    finished: Finished | None = None,
 ) -> dict[str, Held | str]:
     """What estimators say of each control; of one that could not be made, why.
 
@@ -78,6 +80,7 @@ def run_controls(
         controls: of `depth.gate.CONTROLS`.
         twins: how many draws of random weights, with seeds `settings.seed`, …; see `of_draws`.
         progress: called with the share that is done, 0 to 1.
+        finished: keeps what is found, and has what an earlier run found.
     """
     settings = settings or DepthSettings()
     runs, done = sum(draws_of(control, twins) for control in controls), 0
@@ -96,7 +99,8 @@ def run_controls(
                     twin = random_init(anatomy, corpus, seed)
                 else:
                     other = random_tokens(anatomy.stream.checkpoint, corpus, seed)
-                draws.append(_held(run_estimators(twin, other, names, unit, settings, step)))
+                ran = run_estimators(twin, other, names, unit, settings, step, finished, f"{control}-{seed}")
+                draws.append(_held(ran))
                 done += 1
             found[control] = of_draws(draws)
         except DepthprobeError as error:

@@ -16,6 +16,7 @@ from depthprobe.checkpoint import Checkpoint
 from depthprobe.controls import TWINS, Held, draws_of, run_controls
 from depthprobe.corpus import Corpus
 from depthprobe.depth.base import COLUMNS, DepthSettings, resampler, units_of
+from depthprobe.depth.finished import Finished
 from depthprobe.depth.gate import CONTROLS, judge, static_gate
 from depthprobe.depth.phases import phases
 from depthprobe.depth.suite import ESTIMATORS, Ran, chosen, run_estimators, weight
@@ -162,23 +163,24 @@ def effective_depth(
     settings = DepthSettings(seed=seed, skip_first=skip_first, batch_size=batch_size)
     settings.check()
     _, corpus, anatomy = prepare(
-        model,
-        data,
-        tokens=SPREAD * tokens,
-        seq_len=seq_len,
-        seed=seed,
-        bos=bos,
-        text_field=text_field,
-        usual_len=SEQ_LEN,
-        **loading,
-    )
+        model, data, tokens=SPREAD * tokens, seq_len=seq_len, seed=seed, bos=bos, text_field=text_field,
+        usual_len=SEQ_LEN, **loading,
+    )  # fmt: skip
     return run_effective(anatomy, shortened(corpus, tokens, seq_len or SEQ_LEN), plan, settings, progress)
 
 
 def run_effective(
-    anatomy: Anatomy, corpus: Corpus, plan: Plan, settings: DepthSettings, progress: Progress | None = None
+    anatomy: Anatomy,
+    corpus: Corpus,
+    plan: Plan,
+    settings: DepthSettings,
+    progress: Progress | None = None,
+    resume: Path | None = None,
 ) -> Effective:
-    """Estimate the depth of a verified model, then of its controls; see `effective_depth`."""
+    """Estimate the depth of a verified model, then of its controls; see `effective_depth`.
+
+    The folder `resume` keeps finished estimates; a run that finds its own there goes on, and refuses those of others.
+    """
     refuse_offloaded(anatomy.stream.checkpoint.offload, "effective depth was asked")
     started, names = time.perf_counter(), chosen(plan.estimators)
     counted = [name for name in names if ESTIMATORS[name].metrics]  # the others have no row to compare
@@ -189,10 +191,10 @@ def run_effective(
         if progress is not None:
             progress(round(before + mine * share), round(PARTS + more))
 
-    ran = run_estimators(anatomy, corpus, names, plan.unit, settings, step)
-    beside = run_controls(
-        anatomy, corpus, counted, plan.controls, plan.unit, settings, plan.twins, partial(step, before=PARTS, mine=more)
-    )
+    finished = None if resume is None else Finished.of(resume, anatomy, corpus, plan.unit, settings)
+    ran = run_estimators(anatomy, corpus, names, plan.unit, settings, step, finished)
+    rest = partial(step, before=PARTS, mine=more)
+    beside = run_controls(anatomy, corpus, counted, plan.controls, plan.unit, settings, plan.twins, rest, finished)
     step(1.0, PARTS, more)
     return _effective(corpus, plan, settings, ran, beside, time.perf_counter() - started)
 
@@ -284,9 +286,8 @@ def _effective(
             }
             verdict = judge(d.name, d.variant, Interval(d.value, d.ci_low, d.ci_high), held, clusters)
             gate.append({"name": d.name, "variant": d.variant, "passed": verdict.passed, "reason": verdict.reason})
-            rows.append(
-                (d.name, d.unit, d.variant, d.value, d.ci_low, d.ci_high, d.of, verdict.passed, _note(d.note, verdict))
-            )
+            note = "; ".join(filter(None, (d.note, "" if verdict.passed else f"gate: {verdict.reason}")))
+            rows.append((d.name, d.unit, d.variant, d.value, d.ci_low, d.ci_high, d.of, verdict.passed, note))
         for name, curve in one.estimate.curves.items():
             if name == "pairs":
                 pairs = curve
@@ -329,11 +330,6 @@ def _rest(count: int, sequences: int) -> list[str]:
 
 def _interval(found: Any) -> Interval | str:
     return "it has no such estimate" if found is None else Interval(found.value, found.ci_low, found.ci_high)
-
-
-def _note(note: str, verdict: Any) -> str:
-    why = "" if verdict.passed else f"gate: {verdict.reason}"
-    return "; ".join(part for part in (note, why) if part)
 
 
 def _described(one: Ran) -> dict[str, Any]:

@@ -25,6 +25,7 @@ class DepthprobeError(Exception):
     """
 
     exit_code = 1
+    everywhere = False  # raised in each of several processes, so that one of them may say it for all
 
     def __init__(self, found: str, expected: str | None = None, fix: str | None = None) -> None:
         self.found, self.expected, self.fix = found, expected, fix

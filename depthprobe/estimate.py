@@ -12,6 +12,8 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy import stats
 
+from depthprobe.processes import collected
+
 __all__ = ["Interval", "PerSequence", "Resampler", "jackknife", "plain_table"]
 
 Floats = NDArray[np.float64]
@@ -48,6 +50,11 @@ class PerSequence:
         for key, theirs in other.values.items():
             seen = ~np.isnan(theirs)
             self.add(key, np.flatnonzero(seen), theirs[seen])
+
+    def exchange(self) -> None:
+        """Take over what the other processes of this run saw, so that all have the same."""
+        for other in collected(self):
+            self.merge(other)
 
     def column(self, key: tuple[str, str, int]) -> Floats:
         """The values of one key, `[sequences]`."""

@@ -24,6 +24,7 @@ from depthprobe.offload import refuse_offloaded
 from depthprobe.prepare import prepare
 from depthprobe.probes.gradients import Cotangent, StateNorms, backpropagate, differentiable, graph_bytes
 from depthprobe.probes.weights import POOLED, Key, Weights, groups_that_fit
+from depthprobe.processes import dealt, paced
 from depthprobe.report import Report
 from depthprobe.verify import Anatomy
 
@@ -171,21 +172,23 @@ def run_gradients(
     means, losses = PerSequence(count * models), np.full(count * models, np.nan)
     weighed = settings.weights and "loss" in cotangents.names
     pooled: list[dict[Key, Interval]] = []
-    dtype = anatomy.stream.checkpoint.dtype
+    dtype, progress = anatomy.stream.checkpoint.dtype, paced(progress)
     for place in range(models):
         if settings.fresh:
             _, _, anatomy = prepare(fresh_twin(anatomy.stream.checkpoint, settings.seed + place), corpus)
         model, offset = anatomy.stream.checkpoint.model, place * count
         groups = groups_that_fit(model, count, settings.memory)
         groups = min(groups, 1) if models > 1 else groups  # the interval is over models then
-        weights = Weights(anatomy.stream, means, groups, offset) if weighed else None
+        weights = None
         norms = StateNorms(means, settings.skip_first, anatomy.objective == "causal", offset)
-        with differentiable(model):
+        with dealt(count, losses[offset : offset + count]) as mine, differentiable(model):
+            weights = Weights(anatomy.stream, means, groups, offset, mine.start) if weighed else None
             keep = graph_bytes(anatomy.stream, _inputs(anatomy, corpus, 0)) <= settings.memory
-            for row in range(count):
+            for row in mine:
                 losses[offset + row] = _one(anatomy, corpus, row, cotangents, norms, weights, keep)
                 if progress is not None:
                     progress(offset + row + 1, count * models)
+        means.exchange()
         if weights is not None:
             pooled.append(weights.close())
     if weighed and not pooled[0]:

@@ -28,6 +28,7 @@ from depthprobe.probes.interaction import Interaction
 from depthprobe.probes.kept import Pooled, analyze_kept, rounding_floors
 from depthprobe.probes.lens import Lens
 from depthprobe.probes.similarity import KeptStates, Similarity
+from depthprobe.processes import batches_in_all, dealt, exchange, paced
 from depthprobe.stream import Stream
 from depthprobe.verify import Anatomy
 
@@ -151,29 +152,35 @@ def measure(anatomy: Anatomy, corpus: Corpus, settings: Settings, progress: Prog
     started, offload = time.perf_counter(), stream.checkpoint.offload
     before = 0 if offload is None else offload.fetched
     reads = any(isinstance(probe, Lens) for probe in probes)
-    batches = [slice(start, min(start + parts.batch, count)) for start in range(0, count, parts.batch)]
-    chunks = [batches[start : start + parts.batches] for start in range(0, len(batches), parts.batches)]
+    progress = paced(progress)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         if parts.on_disk:
             kept.states = OnDisk(Path(stack.enter_context(TemporaryDirectory())))
         reader = stack.enter_context(Reader(stream, anatomy.blocks))
-        for chunk in chunks:
-            with stream.checkpoint.outside():
-                runs = [_Run(reader, corpus, rows, settings, probes) for rows in chunk]
-            for layer in range(len(stream)):
-                # A block's weights are fetched once, if at all, for all batches that wait for it.
-                with stream.resident(layer):
-                    for run in runs:
-                        run.step(layer)
-                done = sum(rows.stop - rows.start for rows in chunk) * (layer + 1) // len(stream)
-                if progress is not None and len(chunk) > 1 and layer + 1 < len(stream):
-                    progress(chunk[0].start + done, count)
-            with stream.checkpoint.outside() if reads else nullcontext():
-                while runs:
-                    runs.pop(0).end()
-            if progress is not None:
-                progress(chunk[-1].stop, count)
+        with dealt(count) as mine:
+            batches = [slice(row, min(row + parts.batch, mine.stop)) for row in mine[:: parts.batch]]
+            chunks = [batches[start : start + parts.batches] for start in range(0, len(batches), parts.batches)]
+            for chunk in chunks:
+                with stream.checkpoint.outside():
+                    runs = [_Run(reader, corpus, rows, settings, probes) for rows in chunk]
+                for layer in range(len(stream)):
+                    # A block's weights are fetched once, if at all, for all batches that wait for it.
+                    with stream.resident(layer):
+                        for run in runs:
+                            run.step(layer)
+                    done = sum(rows.stop - rows.start for rows in chunk) * (layer + 1) // len(stream)
+                    if progress is not None and len(chunk) > 1 and layer + 1 < len(stream):
+                        progress(chunk[0].start + done, count)
+                with stream.checkpoint.outside() if reads else nullcontext():
+                    while runs:
+                        runs.pop(0).end()
+                if progress is not None:
+                    progress(chunk[-1].stop, count)
+        means.exchange()
+        exchange(similarity.pairs, count)
+        growth.exchange()
+        kept.exchange()
         pooled, left_out = analyze_kept(kept, means)
         floors = rounding_floors(kept, settings.seed)
     further = 2 * (len(stream) - 1) if settings.interaction else 0
@@ -183,7 +190,7 @@ def measure(anatomy: Anatomy, corpus: Corpus, settings: Settings, progress: Prog
         pooled,
         sorted(growth.sinks.values(), key=lambda sink: sink.position),
         floors,
-        len(batches) * (len(stream) + further),
+        batches_in_all(count, parts.batch) * (len(stream) + further),
         settings.passes(len(stream)),
         time.perf_counter() - started,
         notes + left_out,

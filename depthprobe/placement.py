@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from depthprobe.errors import CheckpointError, UsageError
+from depthprobe.processes import count
 
 __all__ = ["MAPS", "Placing", "bfloat16_instructions", "device_named", "dtype_named", "size_in_words", "unmapped"]
 
@@ -61,6 +63,11 @@ class Placing:
         """
         if device_map is None and max_memory is None and offload_folder is None:
             return None
+        if count() > 1:
+            raise UsageError(
+                f"--device-map, --max-memory or --offload-folder with {count()} processes",
+                "one of the two: a model over several devices, or sequences over several processes",
+            )
         if find_spec("accelerate") is None:
             raise CheckpointError(
                 "weights cannot be placed without the package accelerate", fix='pip install "depthprobe[offload]"'
@@ -146,16 +153,21 @@ def bfloat16_instructions() -> list[str]:
 def device_named(name: str | torch.device) -> torch.device:
     """The device of that name; "auto" is the first of cuda, mps and cpu that is there.
 
+    Of several processes that torchrun started on a machine each has a GPU of its own.
+
     Raises:
         UsageError: there is none of that name, or not on this machine.
     """
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if name == "auto":
-        return torch.device("cuda" if cuda else "mps" if mps else "cpu")
+        name = "cuda" if cuda else "mps" if mps else "cpu"
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:
         raise UsageError(f"device {str(name)!r}", "auto, cpu, cuda, cuda:N or mps") from error
+    local = os.environ.get("LOCAL_RANK")
+    if device.type == "cuda" and device.index is None and local is not None:
+        device = torch.device("cuda", int(local))
     there = {"cpu": 1, "cuda": torch.cuda.device_count() if cuda else 0, "mps": int(mps)}
     if (device.index or 0) >= there.get(device.type, 0):
         raise UsageError(f"device {str(name)!r} is not on this machine", "auto or cpu", "torch sees no such GPU")

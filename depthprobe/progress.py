@@ -9,12 +9,15 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from depthprobe.processes import first
+
 __all__ = ["Bar", "say"]
 
 
 def say(text: str) -> None:
-    """Print a line to standard error at once."""
-    print(text, file=sys.stderr, flush=True)
+    """Print a line to standard error at once; of several processes the first one does."""
+    if first():
+        print(text, file=sys.stderr, flush=True)
 
 
 class Bar:
@@ -38,21 +41,21 @@ class Bar:
             TextColumn("· left"),
             TimeRemainingColumn(),
         )
-        self.bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+        self.bar = Progress(*columns, console=console, disable=not (console.is_terminal and first()), transient=True)
 
     def __enter__(self) -> Callable[[int, int], None]:
         started, before = time.perf_counter(), -1
         self.bar.start()
         task = self.bar.add_task("", total=self.total)
-        first = True
+        waiting = True
 
         def step(done: int, total: int) -> None:
-            nonlocal first, before
+            nonlocal waiting, before
             self.bar.update(task, completed=done, total=total)
             if before < 0:
                 before = max(0, done - 1)  # what an earlier run had done took no time of this one
-            if first and done > before and 20 * (done - before) >= total - before:
-                first = False
+            if waiting and done > before and 20 * (done - before) >= total - before:
+                waiting = False
                 if done < total:
                     seconds = (time.perf_counter() - started) * (total - before) / (done - before)
                     long = f"{seconds / 60:.1f} minutes" if seconds >= 60 else f"{max(1, round(seconds))} s"

@@ -230,8 +230,8 @@ def test_the_unigram_loss_is_that_of_frequencies_on_the_same_tokens(first: Path)
         ({"save_at": (5, 31)}, ["--save-at 31"]),
         ({"seed": -1}, ["--seed -1"]),
         ({"data_seed": -1}, ["--data-seed -1"]),
-        ({"device": "tpu"}, ["--device tpu"]),
-        ({"device": "cuda:7"}, ["--device cuda:7"]),
+        ({"device": "tpu"}, ["device 'tpu'"]),
+        ({"device": "cuda:7"}, ["device 'cuda:7'"]),
         ({"batch_size": 5000}, ["tokens for training", "5,000 sequences of 16, 80,000 tokens"]),
     ],
 )

@@ -23,6 +23,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # A module imports only what stands above it; a folder is named by itself and its modules see one another
 LAYERS = (
     {"errors", "glossary_depth"},
+    {"processes"},
     {"offload", "placement"},
     {"glossary", "estimate", "documents", "formats", "fingerprint"},
     {"contrast"},

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from depthprobe.estimate import Resampler
+from depthprobe.processes import exchange
 from depthprobe.verify import Anatomy
 
 __all__ = ["Later", "over_tokens", "reason_against"]
@@ -55,6 +56,10 @@ class Later:
         found = over_tokens(change, torch.ones_like(change, dtype=torch.bool))
         for name, values in zip(STATISTICS, found, strict=True):
             self.columns[name][self._rows, skipped, block] = values
+
+    def exchange(self) -> None:
+        """Take over what the other processes of this run saw."""
+        exchange(self.columns, len(self.columns[STATISTICS[0]]))
 
     def frame(self, resampler: Resampler) -> pd.DataFrame:
         """The matrix as rows: skipped, unit, tokens, statistic, value, ci_low, ci_high; units from 0."""

@@ -26,6 +26,7 @@ from depthprobe.corpus import Corpus
 from depthprobe.errors import UsageError
 from depthprobe.fingerprint import digest, fingerprint
 from depthprobe.offload import MEMORY, Fetched, Window
+from depthprobe.processes import batches_in_all, collected, count, dealt
 from depthprobe.verify import Anatomy
 
 __all__ = ["SweepSettings", "Swept", "scored_batch", "sweep"]
@@ -110,7 +111,7 @@ class Swept:
         effects: metric → `[sequences, schedules]`, each a mean over the scored positions of a sequence.
         base_loss: the unmodified model's loss, `[sequences]`, nats; None without a head.
         unigram_kl: KL(unmodified ‖ unigram), `[sequences]`, nats; None where no unigram was given.
-        evaluations: unit evaluations that were made.
+        evaluations: unit evaluations that were made, by all processes.
         plain_evaluations: what one forward pass a schedule would have made.
         seconds: wall-clock time, of this process.
         notes: sentences on this run.
@@ -166,7 +167,7 @@ def sweep(
     decided = step_of(resume) if resume and offload and settings.batch_size is None else None
     step = decided or settings.sequences_at_once(anatomy, corpus)
     shared, plain = planned_evaluations(schedules, len(stream))
-    rows = [slice(start, min(start + step, corpus.sequences)) for start in range(0, corpus.sequences, step)]
+    rows: list[slice] = []  # of this process
     parts: dict[int, Part] = {}
     kept = 0
 
@@ -177,32 +178,38 @@ def sweep(
     units = Units(anatomy, tick)
     for schedule in schedules:
         units.check(schedule)
-    store = None if resume is None else Store(resume, _identity(anatomy, corpus, schedules, settings, step, unigram))
     started, fetched = time.perf_counter(), offload.fetched if offload else 0
     watched = skip_first is not None and not reason_against(anatomy, corpus.tokens, skip_first)
     later = Later(len(stream), corpus.sequences, skip_first or 0) if watched else None
-    if store is not None:
-        parts = {batch.start: part for batch in rows if (part := store.load(batch.start)) is not None}
-        kept = len(parts)
-    todo = [batch for batch in rows if batch.start not in parts]
     plan = Plan.of(schedules, len(stream)) if offload and offload.any else None
     together = 1 if plan is None else settings.batches_at_once(anatomy, corpus, plan, step)
-    chunks = [todo[start : start + together] for start in range(0, len(todo), together)]
-    for chunk in chunks:
-        found = _chunk(units, schedules, chunk, corpus, settings, unigram, later, plan)
-        for batch, part in zip(chunk, found, strict=True):
-            parts[batch.start] = part
-            if store is not None:
-                store.save(batch.start, part)
-    whole = {name: np.concatenate([parts[batch.start][name] for batch in rows]) for name in parts[0]}
+    identity = _identity(anatomy, corpus, schedules, settings, step, unigram)
+    with dealt(corpus.sequences) as mine:
+        store = None if resume is None else Store(resume, identity)
+        rows += [slice(row, min(row + step, mine.stop)) for row in mine[::step]]
+        if store is not None:
+            parts = {batch.start: part for batch in rows if (part := store.load(batch.start)) is not None}
+            kept = len(parts)
+        todo = [batch for batch in rows if batch.start not in parts]
+        chunks = [todo[start : start + together] for start in range(0, len(todo), together)]
+        for chunk in chunks:
+            found = _chunk(units, schedules, chunk, corpus, settings, unigram, later, plan)
+            for batch, part in zip(chunk, found, strict=True):
+                parts[batch.start] = part
+                if store is not None:
+                    store.save(batch.start, part)
+    if later is not None:
+        later.exchange()
+    parts = {start: part for theirs in collected(parts) for start, part in theirs.items()}
+    whole = {name: np.concatenate([parts[start][name] for start in sorted(parts)]) for name in parts[0]}
     base, to_unigram = whole.pop("base_loss", None), whole.pop("unigram_kl", None)
     return Swept(
         schedules,
         whole,
         base,
         to_unigram,
-        kept * shared + units.evaluations,
-        plain * len(rows),
+        sum(collected(kept * shared + units.evaluations)),
+        plain * batches_in_all(corpus.sequences, step),
         time.perf_counter() - started,
         _notes(anatomy) + _tight(anatomy, corpus, settings, plan),
         later,
@@ -302,6 +309,7 @@ def _identity(
         "seed": settings.seed,
         "batch_size": step,
         "threads": torch.get_num_threads(),
+        "processes": count(),
         "masks": [mask_token(anatomy), *getattr(checkpoint.tokenizer, "all_special_ids", [])],
         "depthprobe": metadata.version("depthprobe"),
         "numpy": np.__version__,

@@ -1,4 +1,4 @@
-"""Keep the finished chunks of a sweep, each written whole, with what they belong to."""
+"""Keep the finished parts of a long run, each written whole, with what they belong to."""
 
 from __future__ import annotations
 
@@ -68,6 +68,18 @@ class Store:
         buffer = io.BytesIO()
         np.savez(buffer, **part)  # type: ignore[arg-type]
         _write(self.folder / f"{start:08d}.npz", buffer.getvalue())
+
+    def text(self, name: str) -> str | None:
+        """The text that was kept under a name, None if there is none."""
+        path = self.folder / f"{name}.json"
+        try:
+            return path.read_text() if path.exists() else None
+        except OSError as error:
+            raise OutputError(f"cannot read {path}: {error.strerror or error}") from None
+
+    def keep(self, name: str, text: str) -> None:
+        """Keep a text under a name."""
+        _write(self.folder / f"{name}.json", text.encode())
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -109,6 +109,8 @@ def ablate(
     is run once. The results join the model's report, which is made first where there is none.
 
     Example: `depthprobe ablate gpt2 --kinds merge --span 3 --score-positions 0.25`
+
+    Several processes divide the sequences: `torchrun --nproc-per-node 4 -m depthprobe ablate …`
     """
     given = preparation(locals())
     from depthprobe.report.files import check_writable
@@ -123,6 +125,7 @@ def ablate(
     from depthprobe.ablations.schedule import parse
     from depthprobe.ablations.units import Units
     from depthprobe.prepare import prepare
+    from depthprobe.processes import told
     from depthprobe.progress import Bar, say
     from depthprobe.report.screen import show, show_schedules
 
@@ -150,15 +153,15 @@ def ablate(
     say(f"Ablations: {cost}")
     kept = target / ".chunks"
     if not resume:
-        shutil.rmtree(kept, ignore_errors=True)
+        told(lambda: shutil.rmtree(kept, ignore_errors=True))
     try:
         with Bar("Ablating", total, "block evaluations") as progress:
             found = run_ablations(anatomy, corpus, chosen, settings, progress, kept, report.layers, report.pairs)
     except KeyboardInterrupt:
         raise InterruptedRunError("interrupted", fix="finished chunks are kept, --resume goes on") from None
     report = _joined(report, found)
-    path = report.save(target, figures)  # type: ignore[arg-type]
-    shutil.rmtree(kept, ignore_errors=True)
+    path = told(lambda: report.save(target, figures))  # type: ignore[arg-type]
+    told(lambda: shutil.rmtree(kept, ignore_errors=True))
     show(report, saved=path)
     if wanted:
         show_schedules(found.table)

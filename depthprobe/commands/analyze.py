@@ -80,6 +80,9 @@ def analyze(
     depth_tokens: Annotated[
         int, typer.Option(help="How many of the tokens to estimate effective depth on, beside controls; 0 for none.")
     ] = 512,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on after the parts that a run which was stopped has finished.")
+    ] = False,
     batch_size: BatchSize = "auto",
     seed: Seed = 0,
     threads: Threads = None,
@@ -117,6 +120,8 @@ def analyze(
     Example: `depthprobe analyze gpt2 --tokens 16384 --out reports/gpt2`
 
     Example: `depthprobe analyze EleutherAI/pythia-70m --revisions step0,step1000,step143000 --out reports/pythia`
+
+    Several processes divide the sequences: `torchrun --nproc-per-node 4 -m depthprobe analyze …`
     """
     given = preparation(locals())
     from depthprobe.report.files import check_writable
@@ -137,7 +142,7 @@ def analyze(
         raise UsageError(f"--gradient-tokens {gradient_tokens}", "0 or more")
     if depth_tokens < 0:
         raise UsageError(f"--depth-tokens {depth_tokens}", "0 or more")
-    asked = Request(data, given, settings, ablations, ablation_tokens, gradient_tokens, depth_tokens, figures)
+    asked = Request(data, given, settings, ablations, ablation_tokens, gradient_tokens, depth_tokens, figures, resume)
     if several:
         analyze_several(specs, asked, out or Path("reports"), compare=compare, debug=debug)
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +19,7 @@ from depthprobe.commands.options import (
     DeviceMap,
     Dtype,
     Figures,
+    InterruptedRunError,
     MaxMemory,
     OffloadFolder,
     Out,
@@ -63,6 +65,7 @@ def depth(
     twins: Annotated[int, typer.Option(help="Draws of random weights, each of which an estimate must lie above.")] = 3,
     probes: Annotated[int, typer.Option(help="Random vectors from which path_elasticity takes each trace.")] = 2,
     memory: Annotated[float, typer.Option(help="GiB that the states and logits of one batch may take.")] = 2.0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")] = False,
     out: Out = None,
     figures: Figures = "png",
     data: Data = None,
@@ -94,6 +97,8 @@ def depth(
     more and shorter ones tell more. They are spread over four times as much text.
 
     Example: `depthprobe depth gpt2 --estimators dependence,elasticity`
+
+    Several processes divide the sequences: `torchrun --nproc-per-node 4 -m depthprobe depth …`
     """
     given = preparation(locals())
     from depthprobe.report.files import check_writable
@@ -116,6 +121,7 @@ def depth(
         with_phases,
     )
     from depthprobe.prepare import prepare
+    from depthprobe.processes import told
     from depthprobe.progress import Bar, say
     from depthprobe.report.screen import show, show_depth
 
@@ -134,12 +140,20 @@ def depth(
     check_writable(target)
     report = existing_report(model, corpus, anatomy, target, seed, skip_first)
     say(effective_cost(part, plan, units))
-    with Bar("Estimating", PARTS, "parts") as progress:
-        found = run_effective(anatomy, part, plan, settings, progress)
+    kept = target / ".estimates"
+    if not resume:
+        told(lambda: shutil.rmtree(kept, ignore_errors=True))
+    try:
+        with Bar("Estimating", PARTS, "parts") as progress:
+            found = run_effective(anatomy, part, plan, settings, progress, kept)
+    except KeyboardInterrupt:
+        raise InterruptedRunError("interrupted", fix="finished estimates are kept, --resume goes on") from None
     report = joined(report, found)
     if phases:
         with Bar("Reading", corpus.sequences) as progress:
             report = with_phases(report, anatomy, corpus, settings, progress)
-    path = replace(report, run={**report.run, "depth_command": command_line()}).save(target, figures)  # type: ignore[arg-type]
+    report = replace(report, run={**report.run, "depth_command": command_line()})
+    path = told(lambda: report.save(target, figures))  # type: ignore[arg-type]
+    told(lambda: shutil.rmtree(kept, ignore_errors=True))
     show_depth(report)
     show(report, saved=path)

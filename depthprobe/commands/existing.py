@@ -30,11 +30,12 @@ def existing_report(
     from depthprobe.analysis import build_report
     from depthprobe.fingerprint import fingerprint
     from depthprobe.measure import Settings, measure
+    from depthprobe.processes import told
     from depthprobe.progress import Bar, say
     from depthprobe.report import Report
 
-    if (target / "report.json").exists():
-        report = Report.load(target)
+    report = told(lambda: Report.load(target) if (target / "report.json").exists() else None)
+    if report is not None:
         mine = {"name": model.name, "architecture": model.architecture}
         mine["fingerprint"] = fingerprint(model.model, model.offload)
         mine["dtype"] = str(model.dtype).removeprefix("torch.")
@@ -53,7 +54,10 @@ def existing_report(
 
 
 def finished_report(
-    target: Path, options: dict[str, Any], opened: tuple[Checkpoint, Corpus] | None = None
+    target: Path,
+    options: dict[str, Any],
+    opened: tuple[Checkpoint, Corpus] | None = None,
+    fix: str = "choose another --out",
 ) -> Report | None:
     """The report that `analyze` left in `target`, None where there is none.
 
@@ -61,6 +65,7 @@ def finished_report(
         target: the folder.
         options: of this analysis, as they stand in a report.
         opened: the checkpoint and the text, once they are open; before that, only the options are looked at.
+        fix: what to do about another report.
 
     Raises:
         OutputError: the report there cannot be read, or is of other weights, another text or other options.
@@ -77,7 +82,7 @@ def finished_report(
         pairs |= _identity(report, *opened)
     odd = [f"{name}: {_short(there)}, here {_short(here)}" for name, (there, here) in pairs.items() if there != here]
     if odd:
-        raise OutputError(f"{target} holds another report ({'; '.join(odd)})", fix="choose another --out")
+        raise OutputError(f"{target} holds another report ({'; '.join(odd)})", fix=fix)
     return report
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from depthprobe.commands.existing import finished_report
-from depthprobe.commands.options import command_line
+from depthprobe.commands.options import InterruptedRunError, command_line
+from depthprobe.commands.unfinished import Unfinished
 
 if TYPE_CHECKING:
     from depthprobe.checkpoint import Checkpoint
     from depthprobe.corpus import Corpus
+    from depthprobe.depth.base import DepthSettings
     from depthprobe.measure import Settings
     from depthprobe.report import Report
     from depthprobe.verify import Anatomy
@@ -32,6 +35,7 @@ class Request:
         gradient_tokens: on how many tokens gradients are taken.
         depth_tokens: on how many tokens effective depth is estimated.
         figures: png or svg.
+        resume: go on after the stages that an unfinished run has kept.
     """
 
     data: str | None
@@ -42,6 +46,7 @@ class Request:
     gradient_tokens: int
     depth_tokens: int
     figures: str
+    resume: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -74,59 +79,127 @@ def analyze_one(spec: str, asked: Request, target: Path | None, keep: bool = Fal
         DepthprobeError: the checkpoint or the text cannot be used.
     """
     from depthprobe.prepare import prepare
+    from depthprobe.processes import told
     from depthprobe.progress import say
     from depthprobe.report.files import check_writable
 
-    if keep and target is not None:
-        finished_report(target, asked.options)  # other options are refused before anything is loaded
+    if keep and (place := target) is not None:
+        told(lambda: finished_report(place, asked.options))  # other options are refused before anything is loaded
     say(f"Loading {spec}")
     model, corpus, anatomy = prepare(spec, asked.data, **asked.preparing)
     target = target or Path("reports") / model.name
-    if keep and (report := finished_report(target, asked.options, (model, corpus))) is not None:
+    if keep and (report := told(lambda: finished_report(target, asked.options, (model, corpus)))) is not None:
         return Outcome(report, target / "report.html", kept=True)
     check_writable(target)
-    report = _measured(model, corpus, anatomy, asked)
-    return Outcome(report, report.save(target, asked.figures))  # type: ignore[arg-type]
+    kept = Unfinished(target)
+    if not asked.resume:
+        kept.drop()
+    begun = kept.load(asked.options, (model, corpus)) if asked.resume else None
+    report, done = begun or (None, [])
+    if done:
+        say(f"Going on after {', '.join(done)}.")
+    work = _Work(model, corpus, anatomy, asked)
+    try:
+        for name, stage in _stages(asked).items():
+            if name not in done:
+                report = stage(report, work)
+                done.append(name)
+                kept.keep(report, done)
+    except KeyboardInterrupt:
+        if not done:
+            raise
+        raise InterruptedRunError("interrupted", fix=f"{', '.join(done)} is kept, --resume goes on") from None
+    assert report is not None
+    whole = report
+    page = told(lambda: whole.save(target, asked.figures))  # type: ignore[arg-type]
+    kept.drop()
+    return Outcome(report, page)
 
 
-def _measured(model: Checkpoint, corpus: Corpus, anatomy: Anatomy, asked: Request) -> Report:
-    """The report, with a bar for every stage."""
-    from depthprobe.ablation import default_schedules, default_sweep, sweep_cost
+@dataclass(frozen=True, eq=False)
+class _Work:
+    """What every stage of an analysis is given."""
+
+    model: Checkpoint
+    corpus: Corpus
+    anatomy: Anatomy
+    asked: Request
+
+    @property
+    def settings(self) -> Settings:
+        return self.asked.settings
+
+    @property
+    def deep(self) -> DepthSettings:
+        from depthprobe.depth.base import DepthSettings
+
+        return DepthSettings(self.settings.seed, self.settings.skip_first, self.settings.batch_size)
+
+
+def _measured(report: Report | None, work: _Work) -> Report:
     from depthprobe.analysis import build_report
-    from depthprobe.depth.base import DepthSettings
-    from depthprobe.effective import PARTS, QUICK_LEN, effective_cost, quick, shortened, with_effective, with_phases
-    from depthprobe.gradient import GradientSettings, gradients_cost, with_gradients
     from depthprobe.measure import measure
     from depthprobe.progress import Bar, say
 
-    settings = asked.settings
-    seed, skip_first, blocks = settings.seed, settings.skip_first, len(anatomy.stream)
-    say(f"Verified {blocks} blocks of {anatomy.stream.blocks.path}. {settings.cost(anatomy, corpus)}")
+    settings, anatomy, corpus = work.settings, work.anatomy, work.corpus
+    say(f"Verified {len(anatomy.stream)} blocks of {anatomy.stream.blocks.path}. {settings.cost(anatomy, corpus)}")
     with Bar("Measuring", corpus.sequences) as progress:
         measured = measure(anatomy, corpus, settings, progress)
-    report = build_report(model, corpus, anatomy, measured, settings, asked.options, command_line())
-    if asked.gradient_tokens:
-        part, slopes = corpus.spread(asked.gradient_tokens), GradientSettings(skip_first=skip_first, seed=seed)
-        if model.in_memory:
-            say(gradients_cost(part, slopes))
-        with Bar("Differentiating", part.sequences) as progress:
-            report = with_gradients(report, anatomy, part, slopes, progress)
-    if asked.depth_tokens:
-        part, deep = (
-            shortened(corpus, asked.depth_tokens, QUICK_LEN),
-            DepthSettings(seed, skip_first, settings.batch_size),
-        )
-        if model.in_memory:
-            say(effective_cost(part, quick(blocks), blocks))
-        with Bar("Estimating depth", PARTS, "parts") as progress:
-            report = with_effective(report, anatomy, part, deep, progress)
-        with Bar("Reading", corpus.sequences) as progress:
-            report = with_phases(report, anatomy, corpus, deep, progress)
-    if not asked.ablations:
-        return report
-    part = corpus.spread(asked.ablation_tokens)
-    total, cost = sweep_cost(anatomy, part, default_schedules(blocks, controls=False, post_ln=anatomy.post_ln))
+    return build_report(work.model, corpus, anatomy, measured, settings, work.asked.options, command_line())
+
+
+def _differentiated(report: Report, work: _Work) -> Report:
+    from depthprobe.gradient import GradientSettings, gradients_cost, with_gradients
+    from depthprobe.progress import Bar, say
+
+    part = work.corpus.spread(work.asked.gradient_tokens)
+    slopes = GradientSettings(skip_first=work.settings.skip_first, seed=work.settings.seed)
+    if work.model.in_memory:
+        say(gradients_cost(part, slopes))
+    with Bar("Differentiating", part.sequences) as progress:
+        return with_gradients(report, work.anatomy, part, slopes, progress)
+
+
+def _estimated(report: Report, work: _Work) -> Report:
+    from depthprobe.effective import PARTS, QUICK_LEN, effective_cost, quick, shortened, with_effective
+    from depthprobe.progress import Bar, say
+
+    part, blocks = shortened(work.corpus, work.asked.depth_tokens, QUICK_LEN), len(work.anatomy.stream)
+    if work.model.in_memory:
+        say(effective_cost(part, quick(blocks), blocks))
+    with Bar("Estimating depth", PARTS, "parts") as progress:
+        return with_effective(report, work.anatomy, part, work.deep, progress)
+
+
+def _read(report: Report, work: _Work) -> Report:
+    from depthprobe.effective import with_phases
+    from depthprobe.progress import Bar
+
+    with Bar("Reading", work.corpus.sequences) as progress:
+        return with_phases(report, work.anatomy, work.corpus, work.deep, progress)
+
+
+def _ablated(report: Report, work: _Work) -> Report:
+    from depthprobe.ablation import default_schedules, default_sweep, sweep_cost
+    from depthprobe.progress import Bar, say
+
+    part, anatomy = work.corpus.spread(work.asked.ablation_tokens), work.anatomy
+    schedules = default_schedules(len(anatomy.stream), controls=False, post_ln=anatomy.post_ln)
+    total, cost = sweep_cost(anatomy, part, schedules)
     say(f"Ablations: {cost}")
+    seed, skip_first = work.settings.seed, work.settings.skip_first
     with Bar("Ablating", total, "block evaluations") as progress:
         swept = default_sweep(anatomy, part, seed, report.layers, report.pairs, progress, skip_first)
     return replace(report, ablations=swept.table, merging=swept.merging)
+
+
+def _stages(asked: Request) -> dict[str, Callable[[Any, _Work], Report]]:
+    """What an analysis is made of, in order."""
+    found: dict[str, Callable[[Any, _Work], Report]] = {"the unmodified run": _measured}
+    if asked.gradient_tokens:
+        found["gradients"] = _differentiated
+    if asked.depth_tokens:
+        found |= {"effective depth": _estimated, "phases": _read}
+    if asked.ablations:
+        found["ablations"] = _ablated
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
@@ -162,7 +163,9 @@ def remember(arguments: list[str]) -> None:
 
 def command_line() -> str:
     """What the user typed, quoted so that it can be typed again."""
-    return shlex.join(["depthprobe", *_typed])
+    many = int(os.environ.get("WORLD_SIZE", "1"))
+    several = ["torchrun", "--nproc-per-node", str(many), "-m"] if many > 1 else []
+    return shlex.join([*several, "depthprobe", *_typed])
 
 
 def set_threads(threads: int | None) -> None:

@@ -80,10 +80,11 @@ def analyze_several(specs: Sequence[str], asked: Request, out: Path, *, compare:
     """
     if asked.data == "-":
         raise UsageError("--data - is given with several checkpoints", "a text to read again for each", "use a file")
+    from depthprobe.processes import told
     from depthprobe.progress import say
     from depthprobe.report.files import check_writable
 
-    chosen = _distinct(_expanded(specs))
+    chosen = told(lambda: _distinct(_expanded(specs)))
     names = names_of(chosen)
     check_writable(out)
     rows: list[_Row] = []
@@ -104,7 +105,7 @@ def analyze_several(specs: Sequence[str], asked: Request, out: Path, *, compare:
     if failed := [row for row in rows if row.code]:
         first = f"{failed[0].name}: {failed[0].cause}"
         error = DepthprobeError(f"{len(failed)} of {len(rows)} failed, {'as' if len(failed) == 1 else 'first'} {first}")
-        error.exit_code = failed[0].code
+        error.exit_code, error.everywhere = failed[0].code, True
         raise error
 
 
@@ -114,6 +115,8 @@ def _attempt(name: str, spec: str, asked: Request, target: Path, debug: bool) ->
 
     try:
         outcome = analyze_one(spec, asked, target, keep=True)
+    except InterruptedRunError as error:
+        raise KeyboardInterrupt from error
     except Exception as error:
         return _failure(name, error, debug)
     say(f"{name}: {_kept(outcome) if outcome.kept else f'done, {outcome.page}'}")
@@ -128,9 +131,12 @@ def _kept(outcome: Outcome) -> str:
 
 def _failure(name: str, error: Exception, debug: bool) -> _Row:
     """The row of a failure. The error is not kept, for its traceback holds the model."""
+    from depthprobe.processes import count
     from depthprobe.progress import say
 
     ours = isinstance(error, DepthprobeError)
+    if count() > 1 and not getattr(error, "everywhere", False):  # the other processes know nothing of it, and wait
+        raise error
     if debug:
         if not ours:
             raise error
@@ -159,8 +165,11 @@ def _compared(folders: Sequence[Path], asked: Request, out: Path, wanted: bool, 
         say(f"No comparison: {len(folders) or 'none'} of the checkpoints was finished, and it takes two.")
         return []
     from depthprobe.comparison import compare
+    from depthprobe.processes import first
     from depthprobe.report.compare_screen import show_comparison
 
+    if not first():
+        return []
     try:
         comparison = compare(*folders, command=command_line())
         path = comparison.save(out, asked.figures)  # type: ignore[arg-type]

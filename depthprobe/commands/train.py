@@ -191,9 +191,9 @@ def train(
         raise UsageError(f"--betas {betas}", "two numbers, as 0.9,0.98")
 
     from depthprobe.lab.config import LabConfig
-    from depthprobe.lab.processes import writes
     from depthprobe.lab.settings import TrainSettings
     from depthprobe.lab.training import train as run
+    from depthprobe.processes import announced
     from depthprobe.progress import Bar
 
     warmup = min(100, steps // 10) if warmup is None else warmup
@@ -204,7 +204,7 @@ def train(
     settings.check()
     model = start if start is not None else LabConfig(**architecture)
     try:
-        with Bar("Training", steps, "steps") if writes() else nullcontext() as progress:
+        with Bar("Training", steps, "steps") if announced()[0] == 0 else nullcontext() as progress:
             result = run(
                 model, settings, out, data, tokenizer=tokenizer, text_field=text_field, resume=resume,
                 progress=progress, command=command_line(),
@@ -212,7 +212,7 @@ def train(
     except KeyboardInterrupt:
         last = f"the state of the last validation is kept in {out}, --resume goes on"
         raise InterruptedRunError("interrupted", fix=last) from None
-    if not writes():
+    if announced()[0] > 0:
         return
     loss = "not finite" if result.val_loss is None else f"{result.val_loss:.3f} nats per token"
     unigram = "" if result.unigram is None else f" (unigram {result.unigram:.3f})"

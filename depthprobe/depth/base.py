@@ -202,17 +202,19 @@ def bytes_of_sequence(anatomy: Anatomy, corpus: Corpus, states: int, logits: int
 
 
 def batches(
-    anatomy: Anatomy, corpus: Corpus, settings: DepthSettings, each: int = 0
+    anatomy: Anatomy, corpus: Corpus, settings: DepthSettings, each: int = 0, mine: range | None = None
 ) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
     """Indices of sequences, `[batch]`, and their ids or states on the model's device, one batch after another.
 
     Args:
         anatomy, corpus, settings: the model, its corpus, and the batch size if one was set.
         each: bytes that a sequence takes, see `bytes_of_sequence`; 0 where it does not matter.
+        mine: the sequences of this process; None for all.
     """
     checkpoint = anatomy.stream.checkpoint
     step = settings.sequences_at_once(corpus, each)
-    for start in range(0, corpus.sequences, step):
-        inputs = corpus.inputs[start : start + step]
+    mine = range(corpus.sequences) if mine is None else mine
+    for start in mine[::step]:
+        inputs = corpus.inputs[start : min(start + step, mine.stop)]
         indices = np.arange(start, start + len(inputs))
         yield indices, inputs.to(checkpoint.device, checkpoint.dtype if corpus.is_states else torch.int64)

@@ -24,6 +24,7 @@ from depthprobe.depth.base import (
 from depthprobe.depth.paths import Taken, Walk, block_skips
 from depthprobe.estimate import Resampler
 from depthprobe.probes.base import wide
+from depthprobe.processes import dealt
 from depthprobe.verify import Anatomy
 
 __all__ = ["DOES", "MISSES", "dependence", "depth_of_weights"]
@@ -86,10 +87,10 @@ def dependence(
     pairs = [(s, t) for t in range(1, count + 2) for s in range(t)]
     columns = {name: np.empty((corpus.sequences, len(pairs))) for name in ("a", *POWERS)}
     each = bytes_of_sequence(anatomy, corpus, 4 * count + 8, 0)  # reads, writes, and what is left twice over
-    rounds = -(-corpus.sequences // settings.sequences_at_once(corpus, each))
     at_most = len(pairs)
-    with torch.no_grad(), walk:
-        for place, (indices, inputs) in enumerate(batches(anatomy, corpus, settings, each)):
+    with torch.no_grad(), walk, dealt(corpus.sequences, *columns.values()) as mine:
+        rounds = -(-len(mine) // settings.sequences_at_once(corpus, each))
+        for place, (indices, inputs) in enumerate(batches(anatomy, corpus, settings, each, mine)):
             start = 0
             for reader, changes, base in _readers(walk, inputs):
                 for name, values in _means(changes, base, settings.skip_first).items():
@@ -107,7 +108,7 @@ def dependence(
         curves["pairs"] = _pairs(pairs, columns["a"], draws)
     if anatomy.stream.checkpoint.dtype in (torch.bfloat16, torch.float16):
         notes.append("In half precision, rounding adds a change of about 1e-3 to 1e-2 to every dependence.")
-    cost = walk.evaluations / (rounds * blocks)
+    cost = walk.evaluations / (max(1, rounds) * blocks)
     notes.append(f"Dependence took {cost:.1f} forward passes of the blocks and {count + 2} readouts.")
     return Estimate(rows, {name: columns[name] for name in POWERS}, curves, cost_forward=cost, notes=notes)
 

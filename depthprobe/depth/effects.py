@@ -16,14 +16,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from depthprobe.ablations.batch import scored_batch, scores
 from depthprobe.ablations.effects import Reference, Scored, state_distance
 from depthprobe.ablations.later import over_tokens
-from depthprobe.ablations.run import scored_batch
 from depthprobe.corpus import Corpus
 from depthprobe.depth.base import DepthSettings, Estimate, Floats, Progress, batches, bytes_of_sequence, resampler
 from depthprobe.depth.paths import Taken, Walk, block_skips
 from depthprobe.errors import UsageError
 from depthprobe.probes.base import key_rng, wide
+from depthprobe.processes import dealt
 from depthprobe.verify import Anatomy
 
 __all__ = ["DOES", "MISSES", "Skips", "effects", "run_skips"]
@@ -157,15 +158,16 @@ def run_skips(
     pairs = count * (count - 1) // 2
     changes = {(kind, name): np.full((corpus.sequences, pairs), np.nan) for kind in kinds for name in ("mean", "p95")}
     output = {kind: np.full((corpus.sequences, count), np.nan) for kind in kinds}
-    cost, named = np.full((corpus.sequences, count), np.nan), "state_distance"
+    cost = np.full((corpus.sequences, count), np.nan)
     each = bytes_of_sequence(anatomy, corpus, 3 * count + 8, 2)
-    rounds, done = -(-corpus.sequences // settings.sequences_at_once(corpus, each)), 0
-    with torch.no_grad(), walk:
-        for indices, inputs in batches(anatomy, corpus, settings, each):
+    done = 0
+    arrays = (*changes.values(), *output.values(), cost)
+    with torch.no_grad(), walk, dealt(corpus.sequences, *arrays) as mine:
+        rounds = -(-len(mine) // settings.sequences_at_once(corpus, each))
+        for indices, inputs in batches(anatomy, corpus, settings, each, mine):
             scored, inputs = scored_batch(anatomy, inputs, indices, 1.0, settings.seed)
             taken = walk.take(inputs, alone=False)
             out = _Output(walk, taken, scored)
-            named = out.cost
             cuts = _cuts(indices, corpus.tokens, settings.seed).to(taken.last.device)
             place = torch.arange(corpus.tokens, device=taken.last.device)
             keep = {ALL: (place >= settings.skip_first).expand(len(indices), -1), LATER: place >= cuts[:, None]}
@@ -185,9 +187,10 @@ def run_skips(
                 start, done = stop, done + 1
                 if progress is not None:
                     progress(done, rounds * count)
-    evaluations = walk.evaluations / (rounds * blocks)
+    evaluations = walk.evaluations / (max(1, rounds) * blocks)
     readouts = 1 + len(kinds) * count
     notes.append(f"Skip runs took {evaluations:.1f} forward passes of the blocks and {readouts} readouts.")
+    named = "kl" if scores(anatomy) else "state_distance"
     return Skips(unit, count, corpus.sha256, changes, output, (named, cost), evaluations, readouts, notes)
 
 
@@ -250,7 +253,6 @@ class _Output:
     def __init__(self, walk: Walk, taken: Taken, scored: Scored | None) -> None:
         self.last = taken.last
         self.reference = None if scored is None else Reference(walk.stream, taken.last, scored)
-        self.cost = "state_distance" if scored is None else "kl"
 
     def compare(self, x: Tensor, where: Tensor | None) -> tuple[Floats, Floats]:
         """The change of the probabilities at the positions `where` (None for all), and the cost at all; `[batch]`."""

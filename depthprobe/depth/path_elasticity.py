@@ -13,6 +13,7 @@ from depthprobe.corpus import Corpus
 from depthprobe.depth.base import DepthSettings, Estimate, Floats, Progress
 from depthprobe.depth.jacobians import Jacobians, dot
 from depthprobe.depth.products import from_products, ratios
+from depthprobe.processes import collected, dealt, paced
 from depthprobe.verify import Anatomy
 
 __all__ = ["DOES", "MISSES", "path_elasticity"]
@@ -57,12 +58,14 @@ def path_elasticity(
     count = corpus.sequences
     products = np.zeros((count, len(anatomy.stream), 3))
     parts: list[Floats] = []
-    with Jacobians("path_elasticity", anatomy, corpus, unit, settings) as jacobians:
-        for row in range(count):
+    progress = paced(progress)
+    with dealt(count, products) as mine, Jacobians("path_elasticity", anatomy, corpus, unit, settings) as jacobians:
+        for row in mine:
             products[row], part = _one(jacobians, row)
             parts.append(part)
             if progress is not None:
                 progress(row + 1, count)
+    parts = [part for theirs in collected(parts) for part in theirs]
     # A forward-mode pass runs every unit with a tangent beside its state: two passes' worth.
     found = from_products("path_elasticity", "direct_share", jacobians, products, 2.0 + 2.0, 2.0 + settings.probes)
     value, low, high = ratios(jacobians, np.stack(parts), products[:, 0, 1])

@@ -9,6 +9,7 @@ from depthprobe.corpus import Corpus
 from depthprobe.depth.base import DepthSettings, Estimate, Floats, Progress
 from depthprobe.depth.jacobians import Jacobians, dot
 from depthprobe.depth.products import from_products
+from depthprobe.processes import dealt, paced
 from depthprobe.verify import Anatomy
 
 __all__ = ["DOES", "MISSES", "path_elasticity_raw"]
@@ -49,8 +50,9 @@ def path_elasticity_raw(
     settings = settings or DepthSettings()
     blocks, count = len(anatomy.stream), corpus.sequences
     products = np.zeros((count, blocks, 3))  # ⟨h, g⟩, ⟨g, g⟩, ⟨g_0, g⟩ at the input of every block
-    with Jacobians("path_elasticity_raw", anatomy, corpus, unit, settings) as jacobians:
-        for row in range(count):
+    progress = paced(progress)
+    with dealt(count, products) as mine, Jacobians("path_elasticity_raw", anatomy, corpus, unit, settings) as jacobians:
+        for row in mine:
             products[row] = _one(jacobians, row)
             if progress is not None:
                 progress(row + 1, count)

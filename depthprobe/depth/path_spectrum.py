@@ -10,6 +10,7 @@ from depthprobe.corpus import Corpus
 from depthprobe.depth.base import DepthSettings, Estimate, Floats, Progress, resampler, row
 from depthprobe.depth.jacobians import Jacobians, dot
 from depthprobe.depth.products import check_gradient, ratios
+from depthprobe.processes import collected, dealt, paced
 from depthprobe.verify import Anatomy
 
 __all__ = ["CANCELS", "DOES", "MISSES", "path_spectrum"]
@@ -50,12 +51,14 @@ def path_spectrum(
     """
     settings = settings or DepthSettings()
     count, energies, squares = corpus.sequences, [], np.zeros(corpus.sequences)
-    with Jacobians("path_spectrum", anatomy, corpus, unit, settings) as jacobians:
-        for place in range(count):
+    progress = paced(progress)
+    with dealt(count, squares) as mine, Jacobians("path_spectrum", anatomy, corpus, unit, settings) as jacobians:
+        for place in mine:
             energy, squares[place] = _one(jacobians, place)
             energies.append(energy)
             if progress is not None:
                 progress(place + 1, count)
+    energies = [energy for theirs in collected(energies) for energy in theirs]
     check_gradient(jacobians, squares)
     columns = np.column_stack([squares, np.stack(energies)])  # ‖g‖², then ‖g_k‖² for k = 0, 1, …
     k = np.arange(columns.shape[1] - 1)

@@ -290,6 +290,7 @@ class _Grams:
         states = len(anatomy.stream) + 1
         self.plain = np.zeros((corpus.sequences, states, states))
         self.centred = np.zeros_like(self.plain)
+        self.columns = [self.plain, self.centred]
         self.skip, self.states = skip, states
         self.seen: list[Tensor] = []
 

@@ -35,6 +35,7 @@ from depthprobe.depth.paths import Walk
 from depthprobe.errors import UsageError
 from depthprobe.estimate import Resampler
 from depthprobe.probes.base import Dots, cosine, key_rng, mean_tokens
+from depthprobe.processes import dealt, paced
 from depthprobe.verify import Anatomy
 
 __all__ = [
@@ -101,8 +102,9 @@ def cosine_crossing(
     whole = unit == "block" and all(len(block.branches) == 2 for block in anatomy.blocks)
     if whole:
         columns["mean of units"] = np.full((corpus.sequences, blocks), np.nan)
-    with torch.no_grad(), Reader(anatomy.stream, anatomy.blocks) as reader:
-        for indices, inputs in batches(anatomy, corpus, settings):
+    progress, reader = paced(progress), Reader(anatomy.stream, anatomy.blocks)
+    with torch.no_grad(), reader, dealt(corpus.sequences, *columns.values()) as mine:
+        for indices, inputs in batches(anatomy, corpus, settings, mine=mine):
             entry = anatomy.stream.enter(inputs)
             x, place = entry.x, 0
             for layer in range(blocks):
@@ -166,8 +168,9 @@ def lens_depths(
     each = max(1, positions // corpus.sequences)
     eligible = corpus.tokens - (anatomy.objective == "causal")
     kept = bytes_of_sequence(anatomy, corpus, 3 * count + 4, 0)
-    with torch.no_grad(), walk:
-        for indices, inputs in batches(anatomy, corpus, settings, kept):
+    progress = paced(progress)
+    with torch.no_grad(), walk, dealt(corpus.sequences, *columns.values()) as mine:
+        for indices, inputs in batches(anatomy, corpus, settings, kept, mine):
             taken = walk.take(inputs, alone=False)
             for place, sequence in enumerate(indices.tolist()):
                 if sequence not in used:

@@ -24,6 +24,7 @@ from depthprobe.errors import NonFiniteError, UsageError
 from depthprobe.estimate import Resampler
 from depthprobe.offload import refuse_offloaded
 from depthprobe.probes.base import key_rng
+from depthprobe.processes import dealt, paced
 from depthprobe.verify import Anatomy
 
 __all__ = ["TARGETS", "Kept", "Readable", "Watcher", "check", "halves", "readable", "run", "score"]
@@ -59,7 +60,13 @@ class Readable:
 
 
 class Watcher(Protocol):
-    """What is shown every state of a run."""
+    """What is shown every state of a run.
+
+    Attributes:
+        columns: what it keeps, a row a sequence.
+    """
+
+    columns: list[np.ndarray]
 
     def see(self, sequences: Ints, layer: int, x: Tensor) -> None:
         """x_l, `[batch, tokens, width]`, of the sequences with these indices."""
@@ -80,8 +87,9 @@ def run(
     """
     refuse_offloaded(anatomy.stream.checkpoint.offload, "phases of computation were asked for")
     kept = bytes_of_sequence(anatomy, corpus, len(anatomy.stream) + 3, 0)
-    with torch.no_grad():
-        for indices, inputs in batches(anatomy, corpus, settings, kept):
+    progress, columns = paced(progress), [column for watcher in watchers for column in watcher.columns]
+    with torch.no_grad(), dealt(corpus.sequences, *columns) as mine:
+        for indices, inputs in batches(anatomy, corpus, settings, kept, mine):
             for layer, x in enumerate(anatomy.stream.states(anatomy.stream.enter(inputs))):
                 if not bool(torch.isfinite(x).all()):
                     row, position = (~torch.isfinite(x)).any(dim=-1).nonzero()[0].tolist()
@@ -112,6 +120,7 @@ class Kept:
         self.positions: Ints = np.sort(np.array(drawn, dtype=np.int64), axis=1) + settings.skip_first
         shape = (corpus.sequences, each, self.width)
         self.states = {layer: torch.zeros(shape, dtype=torch.float32) for layer in self.layers}
+        self.columns = [states.numpy() for states in self.states.values()]
 
     def see(self, sequences: Ints, layer: int, x: Tensor) -> None:
         """Keep the state at this sequence's positions, if it is one that is kept."""

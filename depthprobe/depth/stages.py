@@ -7,6 +7,7 @@ from depthprobe.ablations.run import SweepSettings
 from depthprobe.ablations.staging import KAPPAS, find_stages
 from depthprobe.corpus import Corpus
 from depthprobe.depth.base import DepthSettings, Estimate, Progress, row, units_of
+from depthprobe.processes import batches_in_all
 from depthprobe.verify import Anatomy
 
 __all__ = ["DOES", "MISSES", "stages"]
@@ -56,7 +57,7 @@ def stages(
     )
     step = sweeps.sequences_at_once(anatomy, corpus)
     choose, score = -(-corpus.sequences // 2), corpus.sequences // 2
-    chunks = -(-choose // step) + -(-score // step)
+    chunks = batches_in_all(choose, step) + batches_in_all(score, step)
     note = f"combined by {found.combine}" if anatomy.post_ln else ""
     rows = [row("stages", unit, f"{100 * k:g}%", interval, found.units, note) for k, interval in found.depth.items()]
     cost = found.evaluations / (chunks * len(anatomy.stream))

@@ -19,6 +19,7 @@ from depthprobe.depth import (
 )
 from depthprobe.depth.base import DepthSettings, Estimate, units_of
 from depthprobe.depth.effects import Skips, run_skips
+from depthprobe.depth.finished import Finished
 from depthprobe.errors import DepthprobeError, UsageError
 from depthprobe.verify import Anatomy
 
@@ -147,6 +148,8 @@ def run_estimators(
     unit: str = "block",
     settings: DepthSettings | None = None,
     progress: Callable[[float], None] | None = None,
+    finished: Finished | None = None,
+    run: str = "model",
 ) -> list[Ran]:
     """Run these estimators; what one of them refuses is kept as its reason, and the others go on.
 
@@ -157,6 +160,8 @@ def run_estimators(
         unit: `block` or `sublayer`.
         settings: seed, skipped positions, batch size, probes.
         progress: called with the share that is done, 0 to 1.
+        finished: keeps what is found, and has what an earlier run found.
+        run: what this one is called there.
 
     Raises:
         UsageError: a setting that makes no sense, or sublayers that were not found.
@@ -175,6 +180,10 @@ def run_estimators(
             if progress is not None and of:
                 progress((before + mine * done / of) / total)
 
+        if finished is not None and (kept := finished.load(run, name)) is not None:
+            found.append(Ran(name, *kept))
+            before += mine
+            continue
         try:
             if made.skips and shared is None:
                 try:
@@ -188,5 +197,8 @@ def run_estimators(
             found.append(Ran(name, estimate, "", time.perf_counter() - started))
         except DepthprobeError as error:
             found.append(Ran(name, None, str(error), time.perf_counter() - started))
+        if finished is not None:
+            ran = found[-1]
+            finished.keep(run, name, ran.estimate, ran.reason, ran.seconds)
         before += mine
     return found

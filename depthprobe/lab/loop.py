@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from depthprobe.lab.outcome import diverged
-from depthprobe.lab.processes import Processes
 from depthprobe.lab.runlog import Log, save_state
 from depthprobe.lab.settings import TrainSettings, make_optimizer
 from depthprobe.lab.text import IGNORED, Source
+from depthprobe.processes import Processes
 
 __all__ = ["Loop"]
 

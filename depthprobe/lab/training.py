@@ -27,10 +27,11 @@ from depthprobe.lab.config import LabConfig
 from depthprobe.lab.loop import Loop
 from depthprobe.lab.model import LabForCausalLM, LabForMaskedLM
 from depthprobe.lab.outcome import WINDOW, stuck
-from depthprobe.lab.processes import Processes, started
 from depthprobe.lab.runlog import Log, draw, errors_of, load_state, read_json, save_model, write_json
 from depthprobe.lab.settings import TrainSettings
 from depthprobe.lab.text import Source, Text, is_ids, read_text
+from depthprobe.placement import device_named
+from depthprobe.processes import Processes, started
 
 __all__ = ["TrainResult", "train"]
 
@@ -107,7 +108,7 @@ def train(
     """
     settings, out = settings or TrainSettings(), Path(out)
     settings.check()
-    with started(settings.device) as processes, processes.generators_kept():
+    with started(device_named(settings.device)) as processes, processes.generators_kept():
         if settings.batch_size % (settings.accumulate * processes.count):
             raise UsageError(
                 f"a batch of {settings.batch_size} sequences",

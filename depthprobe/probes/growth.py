@@ -10,6 +10,7 @@ from torch import Tensor
 from depthprobe.errors import NonFiniteError
 from depthprobe.estimate import PerSequence
 from depthprobe.probes.base import Batch, Dots, Step, cosine, mean_tokens, median_tokens, ratio, wide
+from depthprobe.processes import collected
 
 __all__ = ["Growth", "Sink"]
 
@@ -25,6 +26,12 @@ class Sink:
     layers: set[int]
     max_norm: float = 0.0
     max_ratio: float = 0.0
+
+    def add(self, other: Sink) -> None:
+        """What was seen of the same position in other sequences."""
+        self.sequences |= other.sequences
+        self.layers |= other.layers
+        self.max_norm, self.max_ratio = max(self.max_norm, other.max_norm), max(self.max_ratio, other.max_ratio)
 
 
 class Growth:
@@ -53,6 +60,12 @@ class Growth:
 
     def end(self, batch: Batch) -> None:
         """Nothing is left to do."""
+
+    def exchange(self) -> None:
+        """Take over the sinks that other processes of this run saw."""
+        for theirs in collected(self.sinks):
+            for position, sink in theirs.items():
+                self.sinks.setdefault(position, Sink(position, set(), set())).add(sink)
 
     def _state(self, batch: Batch, layer: int, energy: Tensor) -> None:
         norm = energy.sqrt()
@@ -97,8 +110,6 @@ class Growth:
     def _find_sinks(self, batch: Batch, layer: int, norm: Tensor) -> None:
         over = norm / norm.median(dim=1, keepdim=True).values.clamp_min(1e-30)
         for row, position in (over > SINK_RATIO).nonzero().tolist():
-            sink = self.sinks.setdefault(position, Sink(position, set(), set()))
-            sink.sequences.add(int(batch.sequences[row]))
-            sink.layers.add(layer)
-            sink.max_norm = max(sink.max_norm, float(norm[row, position]))
-            sink.max_ratio = max(sink.max_ratio, float(over[row, position]))
+            size, above = float(norm[row, position]), float(over[row, position])
+            seen = Sink(position, {int(batch.sequences[row])}, {layer}, size, above)
+            self.sinks.setdefault(position, Sink(position, set(), set())).add(seen)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from depthprobe.estimate import Interval, PerSequence, jackknife
+from depthprobe.processes import collected, count, summed
 from depthprobe.stream import Stream
 
 __all__ = ["BEFORE", "NORM", "POOLED", "Key", "Weights", "groups_that_fit"]
@@ -31,21 +32,23 @@ class Weights:
         means: where each sequence's norms go, unless no loss reaches the weight in any sequence.
         groups: of sequences, whose gradients are summed apart, for a jackknife; 1 for no interval, 0 for no sums.
         offset: added to the index of a sequence, for the several models of one table.
+        start: index of the first sequence that this process sees.
     """
 
-    def __init__(self, stream: Stream, means: PerSequence, groups: int = 0, offset: int = 0) -> None:
-        self.means, self.groups, self.offset = means, groups, offset
+    def __init__(self, stream: Stream, means: PerSequence, groups: int = 0, offset: int = 0, start: int = 0) -> None:
+        self.means, self.groups, self.offset, self.start = means, groups, offset, start
         named = [_floating(module) for module in stream.blocks.modules]
-        count = Counter(id(p) for block in named for _, p in block)
+        times = Counter(id(p) for block in named for _, p in block)
         self.blocks = [[p for _, p in block] for block in named]
-        others = [(name, p) for name, p in _floating(stream.checkpoint.model) if id(p) not in count]
+        others = [(name, p) for name, p in _floating(stream.checkpoint.model) if id(p) not in times]
         self.outside = [p for _, p in others]
         self.places: dict[int, tuple[str, int]] = {id(p): (name, len(named)) for name, p in others}
         for layer, block in enumerate(named):
             for name, p in block:
                 self.places.setdefault(id(p), (name, layer))
         # These gather their gradient from several places, so that its norm has to wait until all have been seen.
-        self._waits = {id(p) for p in self.outside} | {key for key, times in count.items() if times > 1}
+        self._waits = {id(p) for p in self.outside} | {key for key, number in times.items() if number > 1}
+        self._weights = {id(p): p for p in (*self.outside, *(p for block in self.blocks for p in block))}
         self._held: dict[int, Tensor] = {}
         self._norms: dict[int, Tensor] = {}
         self._sums: dict[int, Tensor] = {}
@@ -85,6 +88,8 @@ class Weights:
         Returns:
             Of each weight ‖Σ_s ∂ℓ_s/∂W‖ / n, with a jackknife over the groups; empty without groups.
         """
+        if count() > 1:
+            self._exchange()
         for metric, name, layer in [key for key in self.means.values if key[0] == NORM]:
             column = self.means.values[metric, name, layer]
             mine = np.array(self._sequences)
@@ -108,7 +113,22 @@ class Weights:
             self._sums[key][self._group()] += gradient
 
     def _group(self) -> int:
-        return len(self._sequences) % max(self.groups, 1)
+        return (self.start + len(self._sequences)) % max(self.groups, 1)
+
+    def _exchange(self) -> None:
+        """Take over what other processes of this run saw."""
+        keys, dtype = list(self.places), next((sums.dtype for sums in self._sums.values()), None)
+        mine = [(self.places[key], key in self._sums) for key in keys]
+        every = collected((self._sequences, self._counts, mine, dtype))
+        self._sequences = [sequence for sequences, *_ in every for sequence in sequences]
+        self._counts = sum((counts for _, counts, *_ in every), np.zeros_like(self._counts))
+        dtype = next((theirs for *_, theirs in every if theirs is not None), dtype)
+        for place, key in enumerate(keys):
+            self.places[key] = min(seen[place][0] for _, _, seen, _ in every)  # before the blocks, if any saw that
+            if any(seen[place][1] for _, _, seen, _ in every):
+                weight = self._weights[key]
+                sums = self._sums.get(key, torch.zeros((self.groups, *weight.shape), dtype=dtype, device=weight.device))
+                self._sums[key] = summed(sums)
 
     def _key(self, metric: str, key: int) -> Key:
         return (metric, *self.places[key])

@@ -1,0 +1,321 @@
+"""Several processes are as one: the same numbers whatever the split, one voice, and a way on after one has died."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from lab_runs import run as train_run
+from lab_runs import tiny
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from depthprobe import cli
+from depthprobe.depth import suite
+from depthprobe.processes import batches_in_all, dealt, exchange
+from depthprobe.report import files
+
+VOCAB = 64
+SMALL = ["--device", "cpu", "--figures", "svg"]
+COMMANDS = {
+    "analyze": ["--tokens", "336", "--ablation-tokens", "200", "--gradient-tokens", "200", "--depth-tokens", "200"],
+    "ablate": ["--tokens", "336", "--score-positions", "0.5"],
+    "depth": ["--tokens", "336", "--twins", "1"],
+}
+# Of one process and of several: times, how often a block was run on a batch, what was typed and where
+DIFFER = ("seconds", "evaluations", "command", "created", "machine")
+DATA = {"seven": 7, "two": 2}  # sequences: an uneven split, and an empty share among three
+CASES = [
+    ("analyze", "gpt2", "seven"), ("analyze", "gpt2", "two"), ("analyze", "post", "seven"), ("ablate", "gpt2", "seven"),
+    ("ablate", "gpt2", "two"), ("depth", "gpt2", "seven"),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes most of the time, and is tested elsewhere."""
+    monkeypatch.setattr(files.figures, "render", lambda *_: b"")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-2, a post-LN model of the lab, and ids for both; one embedding of another is not finite."""
+    root = tmp_path_factory.mktemp("processes")
+    torch.manual_seed(0)
+    sizes = {"n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 48, "tie_word_embeddings": False}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, bos_token_id=0, eos_token_id=0, **sizes))
+    with torch.no_grad():
+        model.transformer.wte.weight *= 20
+    model.save_pretrained(root / "gpt2")
+    with torch.no_grad():
+        model.transformer.wte.weight[VOCAB - 1] = 3e38
+    model.save_pretrained(root / "broken")
+    train_run(root / "post", tiny(hidden_size=16, num_hidden_layers=3, placement="post"))
+    rng = np.random.default_rng(0)
+    for name, count in DATA.items():
+        np.save(root / f"{name}.npy", rng.integers(0, VOCAB - 1, (count, 48)))
+        np.save(root / f"{name}-post.npy", rng.integers(0, VOCAB - 1, (count, 16)))
+    last = rng.integers(0, VOCAB - 1, (6, 48))
+    last[5, 20] = VOCAB - 1
+    np.save(root / "last.npy", last)
+    return root
+
+
+def forked(jobs: list[tuple[int, list[str]]]) -> tuple[list[list[int]], str]:
+    """The exit statuses of each job's processes, and what they said."""
+    made = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("forked.py"))], text=True, capture_output=True, check=True,
+        input=json.dumps([[count, arguments, {"OMP_NUM_THREADS": "1"}] for count, arguments in jobs]),
+    )  # fmt: skip
+    return json.loads(made.stdout.splitlines()[-1]), made.stderr
+
+
+def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf of a report, by its path."""
+    if isinstance(value, dict | list):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from flat(part, f"{path}/{key}")
+    else:
+        yield path, value
+
+
+def same(one: Path, other: Path, relative: float) -> int:
+    """How many numbers of two reports were compared; fails unless all agree."""
+    first, second = (dict(flat(json.loads((path / "report.json").read_text()))) for path in (one, other))
+    assert first.keys() == second.keys()
+    compared = 0
+    for path, value in first.items():
+        if any(word in path for word in DIFFER):
+            continue
+        if isinstance(value, float) and isinstance(second[path], float):
+            assert second[path] == pytest.approx(value, rel=relative, abs=1e-12), path
+            compared += 1
+        else:
+            assert second[path] == value, path
+    return compared
+
+
+@pytest.fixture(scope="module")
+def reports(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """out/command-model-data-count: reports of 1, 2 and 3 processes."""
+    out, jobs = tmp_path_factory.mktemp("reports"), []
+    for command, model, data in CASES:
+        for count in (1, 2, 3):
+            ids = root / (f"{data}.npy" if model == "gpt2" else f"{data}-post.npy")
+            given = [command, root / model, "--data", ids, *COMMANDS[command], *SMALL]
+            jobs.append((count, [*map(str, given), "--out", str(out / f"{command}-{model}-{data}-{count}")]))
+    statuses, said = forked(jobs)
+    assert statuses == [[0] * count for count, _ in jobs], said
+    return out
+
+
+@pytest.mark.parametrize(("command", "model", "data"), CASES)
+def test_the_numbers_are_those_of_one_process(reports: Path, command: str, model: str, data: str) -> None:
+    one = reports / f"{command}-{model}-{data}-1"
+    for count in (2, 3):
+        assert same(one, reports / f"{command}-{model}-{data}-{count}", 1e-6) > 200
+
+
+def test_evaluations_are_those_of_all_processes(reports: Path) -> None:
+    """A sweep runs the trie once a batch, and each process has one: an empty share has none."""
+
+    def evaluations(name: str) -> int:
+        return int(json.loads((reports / name / "report.json").read_text())["merging"]["evaluations"])
+
+    once = evaluations("ablate-gpt2-seven-1")
+    assert [evaluations(f"ablate-gpt2-seven-{count}") for count in (2, 3)] == [2 * once, 3 * once]
+    assert [evaluations(f"ablate-gpt2-two-{count}") for count in (2, 3)] == [2 * once, 2 * once]
+
+
+def test_the_report_says_how_many_there_were(reports: Path) -> None:
+    document = json.loads((reports / "analyze-gpt2-seven-3" / "report.json").read_text())
+    assert document["run"]["command"].startswith("torchrun --nproc-per-node 3 -m depthprobe analyze ")
+    assert document["run"]["machine"]["processes"] == 3
+
+
+def test_an_error_in_one_process_ends_all_and_is_said_once(root: Path, tmp_path: Path) -> None:
+    """The id that is not finite is in the last sequence, which the last process has."""
+    given = ["analyze", root / "broken", "--data", root / "last.npy", *SMALL, "--out", tmp_path / "out"]
+    statuses, said = forked([(3, list(map(str, given)))])
+    assert statuses == [[1, 1, 1]]
+    assert said.count("depthprobe: ") == 1
+    assert "not finite" in said
+    assert "sequence 5, position" in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["stages", "gpt2"], 2, "2 processes for depthprobe stages"),
+        (["analyze", "nowhere"], 1, "nowhere"),
+        (["analyze", "gpt2", "--data", "nowhere.npy"], 1, "nowhere.npy"),
+        (["analyze", "gpt2", "--max-memory", "cpu=3GiB"], 2, "--max-memory or --offload-folder with 2 processes"),
+    ],
+)
+def test_what_is_refused_is_said_once(
+    root: Path, tmp_path: Path, arguments: list[str], status: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(root)
+    statuses, said = forked([(2, [*arguments, "--device", "cpu"] if arguments[0] == "analyze" else arguments)])
+    assert statuses == [[status, status]]
+    assert said.count("depthprobe: ") == 1, said
+    assert words in said
+
+
+def test_no_other_process_is_told_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """WORLD_SIZE without torchrun's other variables."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["analyze", "anything"])
+    assert stop.value.code == 2
+    assert "torchrun --nproc-per-node N" in capsys.readouterr().err
+
+
+def test_a_dead_process_ends_the_run_and_resume_goes_on(root: Path, tmp_path: Path) -> None:
+    """Real torchrun, a real kill: the other process says what happened, and finished chunks are not run again."""
+    np.save(tmp_path / "many.npy", np.random.default_rng(1).integers(0, VOCAB, (600, 48)))
+    given = ["ablate", root / "gpt2", "--data", tmp_path / "many.npy", "--tokens", 600 * 48, "--batch-size", 2, *SMALL]
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "depthprobe"]
+    command += [*map(str, given), "--out", str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as started:
+        wait_for(lambda: len(list((out / ".chunks").glob("*.npz"))) >= 4)
+        workers = {p.environ().get("RANK"): p for p in psutil.Process(started.pid).children() if "RANK" in p.environ()}
+        workers["1"].send_signal(signal.SIGKILL)
+        said = started.communicate(timeout=120)[1]
+    assert started.returncode != 0
+    assert "depthprobe: process 0 of 0 to 1: " in said
+    assert "--resume goes on" in said
+    assert not (out / "report.json").exists()
+    kept = {path: path.stat().st_mtime_ns for path in (out / ".chunks").glob("*.npz")}
+    assert len(kept) >= 4
+    whole = [*map(str, given), "--out", str(tmp_path / "whole")]
+    again = subprocess.run([*command, "--resume"], capture_output=True, text=True, env=environment, check=False)
+    assert again.returncode == 0, again.stderr
+    assert not (out / ".chunks").exists()
+    statuses, _ = forked([(1, whole)])
+    assert statuses == [[0]]
+    assert same(tmp_path / "whole", out, 1e-6) > 100
+
+
+def wait_for(what: Any, seconds: float = 120) -> None:
+    ends = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < ends, "it did not happen"
+        time.sleep(0.02)
+
+
+# --- one process that is stopped, and goes on ------------------------------------------------------------------------
+
+
+def status(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as stop:
+        cli.main([str(argument) for argument in arguments])
+    return int(stop.value.code or 0)
+
+
+def interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+def forbidden(*_: object, **__: object) -> None:
+    raise AssertionError("this was finished before")
+
+
+def test_analyze_goes_on_after_what_it_finished(
+    root: Path, tmp_path: Path, reports: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [
+        "analyze",
+        root / "gpt2",
+        "--data",
+        root / "seven.npy",
+        *COMMANDS["analyze"],
+        *SMALL,
+        "--out",
+        tmp_path / "o",
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("depthprobe.effective.with_phases", interrupt)
+        assert status(*given) == 130
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last == ("depthprobe: interrupted; the unmodified run, gradients, effective depth is kept, --resume goes on")
+    assert not (tmp_path / "o").exists()
+    with pytest.MonkeyPatch.context() as patch:
+        for done in (
+            "depthprobe.measure.measure",
+            "depthprobe.gradient.with_gradients",
+            "depthprobe.effective.with_effective",
+        ):
+            patch.setattr(done, forbidden)
+        assert status(*given, "--resume") == 0
+    assert same(reports / "analyze-gpt2-seven-1", tmp_path / "o", 1e-9) > 200
+    assert [path.name for path in tmp_path.iterdir()] == ["o"]
+
+
+def test_analyze_refuses_to_go_on_with_something_else(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["analyze", root / "gpt2", *SMALL, "--tokens", 96, "--out", tmp_path / "o", "--data"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("depthprobe.gradient.with_gradients", interrupt)
+        assert status(*given, root / "seven.npy") == 130
+    assert status(*given, root / "two.npy", "--resume") == 1
+    assert "sha256 of the text" in capsys.readouterr().err
+    few = ("--gradient-tokens", 0, "--depth-tokens", 0, "--no-ablations")
+    assert status(*given, root / "two.npy", *few) == 0  # and without --resume it starts anew
+    assert [path.name for path in tmp_path.iterdir()] == ["o"]
+
+
+def test_depth_goes_on_after_what_it_finished(root: Path, tmp_path: Path, reports: Path) -> None:
+    given = ["depth", root / "gpt2", "--data", root / "seven.npy", *COMMANDS["depth"], *SMALL, "--out", tmp_path / "o"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("depthprobe.controls.random_tokens", interrupt)
+        assert status(*given) == 130
+    kept = list((tmp_path / "o" / ".estimates").glob("*.json"))
+    assert len(kept) == 1 + 2 * len(suite.ESTIMATORS) - 1  # what they belong to, the model and its twin, less `effects`
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(suite, "run_skips", forbidden)
+        patch.setattr("depthprobe.controls.random_tokens", interrupt)
+        assert status(*given, "--resume") == 130
+    assert status(*given, "--resume") == 0
+    assert same(reports / "depth-gpt2-seven-1", tmp_path / "o", 1e-9) > 200
+    assert not (tmp_path / "o" / ".estimates").exists()
+
+
+def test_depth_refuses_estimates_of_something_else(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["depth", root / "gpt2", *SMALL, "--twins", 1, "--estimators", "crossing,lens", "--out", tmp_path / "o"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("depthprobe.controls.random_tokens", interrupt)
+        assert status(*given, "--data", root / "seven.npy") == 130
+    assert status(*given, "--data", root / "two.npy", "--resume") == 1
+    assert "holds a run with another corpus" in capsys.readouterr().err
+
+
+# --- alone -----------------------------------------------------------------------------------------------------------
+
+
+def test_one_process_has_all_and_waits_for_none() -> None:
+    rows = np.zeros((5, 2))
+    with dealt(5, rows) as mine:
+        assert mine == range(5)
+    columns = {"a": rows}
+    exchange(columns, 5)
+    assert columns["a"] is rows
+    assert batches_in_all(5, 2) == 3
