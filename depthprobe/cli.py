@@ -23,6 +23,7 @@ from depthprobe.commands.prune import prune
 from depthprobe.commands.stages import stages
 from depthprobe.commands.train import train
 from depthprobe.errors import DepthprobeError, UsageError
+from depthprobe.processes import LostProcessError, announced, joined
 
 __all__ = ["app", "main"]
 
@@ -38,6 +39,7 @@ app = typer.Typer(
 
 _INTERRUPTED = "interrupted; nothing was written"
 _DEALT = ("analyze", "ablate", "depth")  # their sequences, among the processes that torchrun starts
+_ALONE = ("stages", "prune", "gradients")  # what takes long and would be done by each of them
 
 
 def _version(wanted: bool) -> None:
@@ -71,24 +73,22 @@ def main(arguments: list[str] | None = None) -> None:
     warnings.filterwarnings("ignore")  # of libraries; depthprobe says what it has to say itself
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and arguments[:1] != ["train"]:  # which joins them itself
+    if arguments[:1] and arguments[0] in (*_DEALT, *_ALONE) and announced()[1] > 1:
         sys.exit(_one_of_several(arguments))
     sys.exit(_run(lambda: app(arguments, standalone_mode=False), debug="--debug" in arguments))
 
 
 def _one_of_several(arguments: list[str]) -> int:
     """The same as one of the processes that torchrun started, of which the first one prints what all have to say."""
-    from depthprobe import processes
-
-    place, many = processes.announced()
+    place, many = announced()
 
     def command() -> Any:
-        if not arguments or arguments[0] not in _DEALT:
+        if arguments[0] in _ALONE:
             raise UsageError(
-                f"{many} processes for depthprobe {' '.join(arguments[:1])}",
+                f"{many} processes for depthprobe {arguments[0]}",
                 f"one; several share the work of {', '.join(_DEALT)} and train",
             )
-        with processes.joined():
+        with joined():
             return app(arguments, standalone_mode=False)
 
     debug = "--debug" in arguments
@@ -97,7 +97,7 @@ def _one_of_several(arguments: list[str]) -> int:
             return _run(command, debug)
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
             return _run(command, debug, alone=False)
-    except processes.LostProcessError as error:
+    except LostProcessError as error:
         return _fail(f"process {place} of 0 to {many - 1}: {error}; what is finished is kept, --resume goes on", 1)
 
 

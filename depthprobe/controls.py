@@ -19,6 +19,7 @@ from depthprobe.errors import DepthprobeError
 from depthprobe.fresh import fresh_twin
 from depthprobe.prepare import prepare
 from depthprobe.probes.base import key_rng
+from depthprobe.processes import together
 from depthprobe.verify import Anatomy
 
 __all__ = ["TWINS", "Held", "draws_of", "of_draws", "random_init", "random_tokens", "run_controls"]
@@ -36,7 +37,7 @@ def random_init(anatomy: Anatomy, corpus: Corpus, seed: int) -> Anatomy:
         UsageError: nothing says how the model is initialised.
         CheckpointError, VerificationError: the twin cannot be built, or its stream was not found.
     """
-    return prepare(fresh_twin(anatomy.stream.checkpoint, seed), corpus)[2]
+    return prepare(together(lambda: fresh_twin(anatomy.stream.checkpoint, seed)), corpus)[2]
 
 
 def random_tokens(checkpoint: Checkpoint, corpus: Corpus, seed: int) -> Corpus:

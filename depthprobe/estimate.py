@@ -12,7 +12,7 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy import stats
 
-from depthprobe.processes import collected
+from depthprobe.processes import collected, count
 
 __all__ = ["Interval", "PerSequence", "Resampler", "jackknife", "plain_table"]
 
@@ -53,8 +53,9 @@ class PerSequence:
 
     def exchange(self) -> None:
         """Take over what the other processes of this run saw, so that all have the same."""
-        for other in collected(self):
-            self.merge(other)
+        if count() > 1:
+            for other in collected(self):
+                self.merge(other)
 
     def column(self, key: tuple[str, str, int]) -> Floats:
         """The values of one key, `[sequences]`."""

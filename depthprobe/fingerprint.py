@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from depthprobe.offload import Offload
 
-__all__ = ["digest", "fingerprint"]
+__all__ = ["digest", "fingerprint", "sampled"]
 
 
 def fingerprint(model: nn.Module, offload: Offload | None = None) -> str:
@@ -29,6 +29,15 @@ def fingerprint(model: nn.Module, offload: Offload | None = None) -> str:
         values = values.cpu() if values.device.type == "mps" else values  # which has no float64
         sample = values[:: max(1, values.numel() // 64)].double().cpu().numpy()
         found.update(name.encode() + sample.tobytes() + values.sum(dtype=torch.float64).cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
+def sampled(model: nn.Module) -> str:
+    """A hash of a sample of each weight, which does not depend on the machine that it is taken on."""
+    found = hashlib.sha256()
+    for name, tensor in model.named_parameters():
+        values = tensor.detach().flatten()
+        found.update(name.encode() + values[:: max(1, values.numel() // 64)].float().cpu().numpy().tobytes())
     return found.hexdigest()
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from depthprobe.errors import CheckpointError, UsageError
-from depthprobe.processes import count
+from depthprobe.processes import announced, count
 
 __all__ = ["MAPS", "Placing", "bfloat16_instructions", "device_named", "dtype_named", "size_in_words", "unmapped"]
 
@@ -153,7 +153,7 @@ def bfloat16_instructions() -> list[str]:
 def device_named(name: str | torch.device) -> torch.device:
     """The device of that name; "auto" is the first of cuda, mps and cpu that is there.
 
-    Of several processes that torchrun started on a machine each has a GPU of its own.
+    Of several processes that torchrun started on a machine each has a GPU of its own, if there are as many.
 
     Raises:
         UsageError: there is none of that name, or not on this machine.
@@ -165,9 +165,8 @@ def device_named(name: str | torch.device) -> torch.device:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:
         raise UsageError(f"device {str(name)!r}", "auto, cpu, cuda, cuda:N or mps") from error
-    local = os.environ.get("LOCAL_RANK")
-    if device.type == "cuda" and device.index is None and local is not None:
-        device = torch.device("cuda", int(local))
+    if cuda and device.type == "cuda" and device.index is None and announced()[1] > 1:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     there = {"cpu": 1, "cuda": torch.cuda.device_count() if cuda else 0, "mps": int(mps)}
     if (device.index or 0) >= there.get(device.type, 0):
         raise UsageError(f"device {str(name)!r} is not on this machine", "auto or cpu", "torch sees no such GPU")

@@ -10,8 +10,9 @@ from torch import nn
 
 from depthprobe.checkpoint import Checkpoint, load
 from depthprobe.corpus import DEFAULT_SEQ_LEN, Corpus, read
-from depthprobe.errors import CorpusError
-from depthprobe.processes import together, told
+from depthprobe.errors import CheckpointError, CorpusError
+from depthprobe.fingerprint import sampled
+from depthprobe.processes import collected, count, together, told
 from depthprobe.verify import Anatomy, open_stream
 
 __all__ = ["prepare"]
@@ -34,14 +35,17 @@ def prepare(
     Of several processes the first one reads the corpus for all.
     """
     checkpoint = together(lambda: load(model, **loading))
-    if checkpoint.inputs == "states" and data is None:
-        raise CorpusError(
-            f"{checkpoint.name} takes float states, not token ids",
-            "data of shape [sequences, tokens, width]",
-            "pass a float array, or a .npy of it with --data",
-        )
-    corpus = told(
-        lambda: read(
+    if count() > 1:
+        together(lambda: _check_same(checkpoint))
+
+    def text() -> Corpus:
+        if checkpoint.inputs == "states" and data is None:
+            raise CorpusError(
+                f"{checkpoint.name} takes float states, not token ids",
+                "data of shape [sequences, tokens, width]",
+                "pass a float array, or a .npy of it with --data",
+            )
+        found = read(
             data,
             checkpoint.tokenizer,
             tokens=tokens,
@@ -53,10 +57,25 @@ def prepare(
             seed=seed,
             usual_len=usual_len,
         )
-    )
-    if corpus.is_states != (checkpoint.inputs == "states"):
-        wants, got = ("float states", "token ids") if checkpoint.inputs == "states" else ("token ids", "float states")
-        raise CorpusError(f"the data holds {got}", f"{wants}, which {checkpoint.name} takes")
+        if found.is_states != (checkpoint.inputs == "states"):
+            kinds = ("float states", "token ids")
+            wants, got = kinds if checkpoint.inputs == "states" else kinds[::-1]
+            raise CorpusError(f"the data holds {got}", f"{wants}, which {checkpoint.name} takes")
+        return found
+
+    corpus = told(text)
     dtype = checkpoint.dtype if corpus.is_states else torch.int64
     anatomy = together(lambda: open_stream(checkpoint, corpus.inputs[:4].to(checkpoint.device, dtype)))
     return checkpoint, corpus, anatomy
+
+
+def _check_same(checkpoint: Checkpoint) -> None:
+    """Whether all processes have opened the same weights.
+
+    Raises:
+        CheckpointError: they have not.
+    """
+    if len(set(collected(sampled(checkpoint.model)))) > 1:
+        raise CheckpointError(
+            "the processes hold different weights", "the same checkpoint in each", "look at its copies on each machine"
+        )

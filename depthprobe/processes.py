@@ -14,14 +14,15 @@ from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
 
 from depthprobe.errors import DepthprobeError, UsageError
+
+if TYPE_CHECKING:  # whoever asks only whether there are several need not wait for torch
+    import torch
+    from torch import Tensor, nn
 
 __all__ = [
     "LostProcessError",
@@ -31,11 +32,11 @@ __all__ = [
     "collected",
     "count",
     "dealt",
+    "dealt_to_this",
     "exchange",
     "first",
     "joined",
     "paced",
-    "rank",
     "started",
     "summed",
     "together",
@@ -44,8 +45,10 @@ __all__ = [
 
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
+_MEETING = timedelta(minutes=5)  # for the others to come
 _PATIENCE = timedelta(days=7)  # for others that have more to do; one that has died is noticed at once
 _rank, _count = 0, 1
+_group: Any = None
 
 
 class LostProcessError(BaseException):
@@ -73,6 +76,8 @@ class Processes:
 
     def mean(self, values: Tensor) -> Tensor:
         """The mean over the processes, the same in all of them."""
+        import torch.distributed as dist
+
         if self.count > 1:
             values = values.clone()
             dist.all_reduce(values)
@@ -81,26 +86,35 @@ class Processes:
 
     def generators_kept(self) -> AbstractContextManager[None]:
         """What is drawn inside leaves torch's random numbers for what comes after as they were."""
+        import torch
+
         devices = [self.device] if self.device.type == "cuda" else []
         kept: AbstractContextManager[None] = torch.random.fork_rng(devices)
         return kept
 
     def wait(self) -> None:
         """Until all are here."""
+        import torch.distributed as dist
+
         if self.count > 1:
             dist.barrier()
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model, with gradients that are averaged over the processes."""
+        from torch.nn.parallel import DistributedDataParallel
+
         if self.count == 1:
             return model
         ids = [self.device] if self.device.type == "cuda" else None
-        return nn.parallel.DistributedDataParallel(model, device_ids=ids)
+        return DistributedDataParallel(model, device_ids=ids)
 
 
 def announced() -> tuple[int, int]:
     """Rank of this process and how many there are, as torchrun puts them into the environment; (0, 1) without it."""
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    except ValueError:
+        return 0, 1
 
 
 @contextmanager
@@ -110,6 +124,9 @@ def started(device: torch.device) -> Iterator[Processes]:
     Args:
         device: of this process.
     """
+    import torch
+    import torch.distributed as dist
+
     place, many = announced()
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
@@ -132,24 +149,28 @@ def joined() -> Iterator[None]:
         UsageError: the environment announces processes, and they cannot be found.
         LostProcessError: from within: another process has ended, or this one is told to.
     """
-    global _rank, _count
+    global _rank, _count, _group
     place, many = announced()
     if many == 1:
         yield
         return
+    import torch.distributed as dist
+
     try:
-        dist.init_process_group("gloo", timeout=_PATIENCE)  # numbers are exchanged, wherever the model is
+        dist.init_process_group("gloo", timeout=_MEETING)  # numbers are exchanged, wherever the model is
+        _group = dist.new_group(backend="gloo", timeout=_PATIENCE)
     except (ValueError, RuntimeError) as error:
         raise UsageError(
-            f"WORLD_SIZE is {many}, and the other processes were not found ({error})",
+            f"WORLD_SIZE is {many}, and the other processes were not found ({_line(error)})",
             "torchrun --nproc-per-node N -m depthprobe …, or no WORLD_SIZE in the environment",
+            "unset WORLD_SIZE to run alone",
         ) from error
     before = signal.signal(signal.SIGTERM, _told_to_end)
     _rank, _count = place, many
     try:
         yield
     finally:
-        _rank, _count = 0, 1
+        _rank, _count, _group = 0, 1, None
         signal.signal(signal.SIGTERM, before)
         dist.destroy_process_group()
 
@@ -157,11 +178,6 @@ def joined() -> Iterator[None]:
 def count() -> int:
     """Among how many processes sequences are dealt; 1 outside of `joined`."""
     return _count
-
-
-def rank() -> int:
-    """Which of them this is, from 0."""
-    return _rank
 
 
 def first() -> bool:
@@ -180,17 +196,16 @@ def dealt(sequences: int, *arrays: np.ndarray) -> Iterator[range]:
         arrays: a row a sequence, `[sequences, …]`.
     """
     mine = _share(sequences, _rank)
+    if _count == 1:
+        yield mine
+        return
     found: list[np.ndarray] | DepthprobeError
     try:
         yield mine
         found = [array[mine.start : mine.stop] for array in arrays]
     except DepthprobeError as error:
-        if _count == 1:
-            raise
         found = error
-    if _count == 1:
-        return
-    for other, theirs in enumerate(_raised(_gather(found))):
+    for other, theirs in enumerate(_raised(_gather(found), found)):
         rows = _share(sequences, other)
         for array, part in zip(arrays, theirs, strict=True):
             array[rows.start : rows.stop] = part
@@ -213,6 +228,11 @@ def exchange(columns: MutableMapping[Any, np.ndarray], sequences: int) -> None:
             columns[name][rows.start : rows.stop] = part
 
 
+def dealt_to_this(sequences: int) -> range:
+    """Those of so many sequences that `dealt` gives to this process."""
+    return _share(sequences, _rank)
+
+
 def batches_in_all(sequences: int, step: int) -> int:
     """How many batches of at most so many sequences all processes make of theirs."""
     return sum(-(-len(_share(sequences, place)) // step) for place in range(_count))
@@ -227,9 +247,11 @@ def summed(values: Tensor) -> Tensor:
     """The sum over all processes, the same in all of them, on the device of what is given."""
     if _count == 1:
         return values
+    import torch.distributed as dist
+
     total = values.detach().to("cpu", copy=True)
     with _noticed():
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=_group)
     return total.to(values.device)
 
 
@@ -237,15 +259,18 @@ def told(work: Callable[[], T]) -> T:
     """What the first process finds, or its error; the others do not look for themselves."""
     if _count == 1:
         return work()
+    import torch.distributed as dist
+
     found: list[T | DepthprobeError | None] = [None]
     if _rank == 0:
         try:
             found = [work()]
         except DepthprobeError as error:
             found = [error]
+    mine = found[0]
     with _noticed():
-        dist.broadcast_object_list(found, src=0)
-    return _raised(found)[0]
+        dist.broadcast_object_list(found, src=0, group=_group)
+    return _raised(found, mine)[0]
 
 
 def together(work: Callable[[], T]) -> T:
@@ -257,7 +282,7 @@ def together(work: Callable[[], T]) -> T:
         found = work()
     except DepthprobeError as caught:
         error = caught
-    _raised(_gather(error))
+    _raised(_gather(error), error)
     return found
 
 
@@ -275,18 +300,20 @@ def _share(sequences: int, place: int) -> range:
 
 
 def _gather(value: Any) -> list[Any]:
+    import torch.distributed as dist
+
     found: list[Any] = [None] * _count
     with _noticed():
-        dist.all_gather_object(found, value)
+        dist.all_gather_object(found, value, group=_group)
     return found
 
 
-def _raised(found: list[Any]) -> list[Any]:
-    """The same, unless one of them is an error."""
-    for value in found:
-        if isinstance(value, DepthprobeError):
-            value.everywhere = True
-            raise value
+def _raised(found: list[Any], mine: Any) -> list[Any]:
+    """The same, unless one of them is an error: this process's own, with where it comes from, or the first one."""
+    errors = [value for value in (mine, *found) if isinstance(value, DepthprobeError)]
+    if errors:
+        errors[0].everywhere = True
+        raise errors[0]
     return found
 
 
@@ -295,7 +322,12 @@ def _noticed() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise LostProcessError("another process of this run has ended") from error
+        raise LostProcessError(f"another process of this run has ended ({_line(error)})") from error
+
+
+def _line(error: Exception) -> str:
+    """The first line of a message."""
+    return str(error).strip().partition("\n")[0][:200]
 
 
 def _told_to_end(number: int, frame: Any) -> None:

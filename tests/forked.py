@@ -2,8 +2,9 @@
 
     python tests/forked.py < jobs.json        # [[count, arguments, environment], …]
 
-Each job is forked from one process, count times, with what torchrun would put into the environment. Prints the exit
-statuses of each job as JSON on the last line.
+Each job is forked from one process, count times, with what torchrun would put into the environment; {rank} in arguments
+is filled in. NO_TWIN_IN is the rank of a process that cannot build random twins. Prints the exit statuses of each job
+as JSON on the last line.
 """
 
 import json
@@ -17,6 +18,12 @@ def port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def no_twin(*_: object) -> None:
+    from depthprobe.errors import CheckpointError
+
+    raise CheckpointError("there is no memory for a twin")
 
 
 def process(rank: int, count: int, place: int, arguments: list[str]) -> None:
@@ -33,7 +40,9 @@ def process(rank: int, count: int, place: int, arguments: list[str]) -> None:
     try:
         from depthprobe.cli import main
 
-        main(arguments)
+        if os.environ.get("NO_TWIN_IN") == str(rank):
+            depthprobe.controls.fresh_twin = no_twin
+        main([argument.replace("{rank}", str(rank)) for argument in arguments])
     except SystemExit as ended:
         status = int(ended.code or 0)
     except BaseException:
@@ -61,6 +70,7 @@ if __name__ == "__main__":
 
     import depthprobe.analysis
     import depthprobe.commands.one
+    import depthprobe.controls
     from depthprobe.lab import LabForCausalLM
     from depthprobe.report import files
 

@@ -20,11 +20,14 @@ from lab_runs import run as train_run
 from lab_runs import tiny
 from transformers import GPT2Config, GPT2LMHeadModel
 
+import depthprobe.analysis  # binds what is patched below, so it comes before
 from depthprobe import cli
 from depthprobe.depth import suite
+from depthprobe.placement import device_named
 from depthprobe.processes import batches_in_all, dealt, exchange
 from depthprobe.report import files
 
+assert depthprobe.analysis
 VOCAB = 64
 SMALL = ["--device", "cpu", "--figures", "svg"]
 COMMANDS = {
@@ -71,11 +74,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def forked(jobs: list[tuple[int, list[str]]]) -> tuple[list[list[int]], str]:
+def forked(jobs: list[tuple[int, list[str]]], **environment: str) -> tuple[list[list[int]], str]:
     """The exit statuses of each job's processes, and what they said."""
+    environment["OMP_NUM_THREADS"] = "1"
     made = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("forked.py"))], text=True, capture_output=True, check=True,
-        input=json.dumps([[count, arguments, {"OMP_NUM_THREADS": "1"}] for count, arguments in jobs]),
+        input=json.dumps([[count, arguments, environment] for count, arguments in jobs]),
     )  # fmt: skip
     return json.loads(made.stdout.splitlines()[-1]), made.stderr
 
@@ -171,6 +175,53 @@ def test_what_is_refused_is_said_once(
     assert statuses == [[status, status]]
     assert said.count("depthprobe: ") == 1, said
     assert words in said
+
+
+def test_what_one_process_alone_cannot_do_is_left_out_in_all(root: Path, tmp_path: Path) -> None:
+    """No memory for a random twin: a note in the report, and no process waits for another."""
+    given = ["depth", root / "gpt2", "--data", root / "two.npy", "--estimators", "crossing", "--no-phases", *SMALL]
+    statuses, said = forked([(2, list(map(str, [*given, "--out", tmp_path / "out"])))], NO_TWIN_IN="1")
+    assert statuses == [[0, 0]], said
+    notes = json.loads((tmp_path / "out" / "report.json").read_text())["deep"]["notes"]
+    assert "The control random-init could not be made: there is no memory for a twin." in notes
+
+
+def test_processes_with_different_weights_are_refused(root: Path, tmp_path: Path) -> None:
+    for name, folder in (("0", "gpt2"), ("1", "broken")):
+        (tmp_path / name).symlink_to(root / folder)
+    given = ["analyze", str(tmp_path / "{rank}"), "--data", str(root / "two.npy"), *SMALL, "--out", str(tmp_path / "o")]
+    statuses, said = forked([(2, given)])
+    assert statuses == [[1, 1]]
+    assert said.count("depthprobe: the processes hold different weights") == 1
+
+
+@pytest.mark.parametrize("value", ["", "x", "2"])
+def test_commands_that_divide_nothing_take_no_notice(
+    value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Clusters export WORLD_SIZE for everything that runs on them."""
+    monkeypatch.setenv("WORLD_SIZE", value)
+    assert status("metrics", "update_ratio") == 0
+    assert status("--version") == 0
+    assert "update_ratio" in capsys.readouterr().out
+
+
+def test_processes_share_gpus_where_there_are_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert str(device_named("auto")) == "cuda"
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for local, device in (("0", "cuda:0"), ("1", "cuda:1"), ("2", "cuda:0")):
+        monkeypatch.setenv("LOCAL_RANK", local)
+        assert str(device_named("auto")) == device
+    assert str(device_named("cuda:1")) == "cuda:1"
+
+
+def test_reading_reports_needs_no_torch() -> None:
+    """Comparing finished reports takes a second or two, and torch would double that."""
+    code = "import sys, depthprobe.comparison, depthprobe.progress, depthprobe.report; print('torch' in sys.modules)"
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert made.stdout.strip() == "False"
 
 
 def test_no_other_process_is_told_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,6 +332,26 @@ def test_analyze_refuses_to_go_on_with_something_else(
     assert [path.name for path in tmp_path.iterdir()] == ["o"]
 
 
+def test_analyze_goes_on_with_the_same_versions_alone(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was kept is in the report's folder, where there is one, and none of it is taken if torch has changed."""
+    (tmp_path / "o").mkdir()
+    given = ["analyze", root / "gpt2", *SMALL, "--tokens", 96, "--out", tmp_path / "o", "--data", root / "two.npy"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("depthprobe.gradient.with_gradients", interrupt)
+        assert status(*given) == 130
+    kept = tmp_path / "o" / ".unfinished" / "report.json"
+    document = json.loads(kept.read_text())
+    document["run"]["unfinished"]["of"]["torch"] = "1.0"
+    kept.write_text(json.dumps(document))
+    assert status(*given, "--resume") == 1
+    assert "another torch; leave out --resume to start anew" in capsys.readouterr().err
+    kept.write_text("{")
+    assert status(*given, "--resume") == 1
+    assert "leave out --resume to start anew" in capsys.readouterr().err
+
+
 def test_depth_goes_on_after_what_it_finished(root: Path, tmp_path: Path, reports: Path) -> None:
     given = ["depth", root / "gpt2", "--data", root / "seven.npy", *COMMANDS["depth"], *SMALL, "--out", tmp_path / "o"]
     with pytest.MonkeyPatch.context() as patch:
@@ -288,6 +359,7 @@ def test_depth_goes_on_after_what_it_finished(root: Path, tmp_path: Path, report
         assert status(*given) == 130
     kept = list((tmp_path / "o" / ".estimates").glob("*.json"))
     assert len(kept) == 1 + 2 * len(suite.ESTIMATORS) - 1  # what they belong to, the model and its twin, less `effects`
+    (tmp_path / "o" / ".estimates" / "model-lens.json").write_text("")  # damaged: made again
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(suite, "run_skips", forbidden)
         patch.setattr("depthprobe.controls.random_tokens", interrupt)

@@ -183,9 +183,9 @@ def sweep(
     later = Later(len(stream), corpus.sequences, skip_first or 0) if watched else None
     plan = Plan.of(schedules, len(stream)) if offload and offload.any else None
     together = 1 if plan is None else settings.batches_at_once(anatomy, corpus, plan, step)
-    identity = _identity(anatomy, corpus, schedules, settings, step, unigram)
+    identity = None if resume is None else _identity(anatomy, corpus, schedules, settings, step, unigram)
     with dealt(corpus.sequences) as mine:
-        store = None if resume is None else Store(resume, identity)
+        store = None if resume is None or identity is None else Store(resume, identity)
         rows += [slice(row, min(row + step, mine.stop)) for row in mine[::step]]
         if store is not None:
             parts = {batch.start: part for batch in rows if (part := store.load(batch.start)) is not None}

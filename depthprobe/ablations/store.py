@@ -73,7 +73,7 @@ class Store:
         """The text that was kept under a name, None if there is none."""
         path = self.folder / f"{name}.json"
         try:
-            return path.read_text() if path.exists() else None
+            return path.read_text(errors="replace") if path.exists() else None
         except OSError as error:
             raise OutputError(f"cannot read {path}: {error.strerror or error}") from None
 

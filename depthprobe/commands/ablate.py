@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -113,19 +114,19 @@ def ablate(
     Several processes divide the sequences: `torchrun --nproc-per-node 4 -m depthprobe ablate …`
     """
     given = preparation(locals())
+    from depthprobe.processes import told
     from depthprobe.report.files import check_writable
 
     check_figures(figures)
     size = batch_number(batch_size)
     if out is not None:
-        check_writable(out)
+        told(partial(check_writable, out))
 
     from depthprobe.ablation import default_schedules, run_ablations, sweep_cost
     from depthprobe.ablations.run import SweepSettings
     from depthprobe.ablations.schedule import parse
     from depthprobe.ablations.units import Units
     from depthprobe.prepare import prepare
-    from depthprobe.processes import told
     from depthprobe.progress import Bar, say
     from depthprobe.report.screen import show, show_schedules
 
@@ -147,7 +148,7 @@ def ablate(
     for changed in chosen:  # before anything is measured
         Units(anatomy).check(changed)
     target = out or Path("reports") / model.name
-    check_writable(target)
+    told(lambda: check_writable(target))
     report = existing_report(model, corpus, anatomy, target, seed)
     total, cost = sweep_cost(anatomy, corpus, chosen)
     say(f"Ablations: {cost}")

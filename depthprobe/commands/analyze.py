@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -124,6 +125,7 @@ def analyze(
     Several processes divide the sequences: `torchrun --nproc-per-node 4 -m depthprobe analyze …`
     """
     given = preparation(locals())
+    from depthprobe.processes import told
     from depthprobe.report.files import check_writable
 
     several = len(checkpoints) > 1 or revisions is not None or is_pattern(checkpoints[0])
@@ -131,7 +133,7 @@ def analyze(
     check_figures(figures)
     size = batch_number(batch_size)
     if out is not None:
-        check_writable(out)
+        told(partial(check_writable, out))
 
     from depthprobe.measure import Settings
     from depthprobe.report.screen import show

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -101,12 +102,13 @@ def depth(
     Several processes divide the sequences: `torchrun --nproc-per-node 4 -m depthprobe depth …`
     """
     given = preparation(locals())
+    from depthprobe.processes import told
     from depthprobe.report.files import check_writable
 
     check_figures(figures)
     size = batch_number(batch_size)
     if out is not None:
-        check_writable(out)
+        told(partial(check_writable, out))
 
     from depthprobe.depth.base import DepthSettings, units_of
     from depthprobe.effective import (
@@ -121,7 +123,6 @@ def depth(
         with_phases,
     )
     from depthprobe.prepare import prepare
-    from depthprobe.processes import told
     from depthprobe.progress import Bar, say
     from depthprobe.report.screen import show, show_depth
 
@@ -137,7 +138,7 @@ def depth(
     part = shortened(corpus, tokens, seq_len or SEQ_LEN)
     settings.check(part)
     target = out or Path("reports") / model.name
-    check_writable(target)
+    told(lambda: check_writable(target))
     report = existing_report(model, corpus, anatomy, target, seed, skip_first)
     say(effective_cost(part, plan, units))
     kept = target / ".estimates"
@@ -146,14 +147,14 @@ def depth(
     try:
         with Bar("Estimating", PARTS, "parts") as progress:
             found = run_effective(anatomy, part, plan, settings, progress, kept)
+        report = joined(report, found)
+        if phases:
+            with Bar("Reading", corpus.sequences) as progress:
+                report = with_phases(report, anatomy, corpus, settings, progress)
+        report = replace(report, run={**report.run, "depth_command": command_line()})
+        path = told(partial(report.save, target, figures))  # type: ignore[arg-type]
     except KeyboardInterrupt:
         raise InterruptedRunError("interrupted", fix="finished estimates are kept, --resume goes on") from None
-    report = joined(report, found)
-    if phases:
-        with Bar("Reading", corpus.sequences) as progress:
-            report = with_phases(report, anatomy, corpus, settings, progress)
-    report = replace(report, run={**report.run, "depth_command": command_line()})
-    path = told(lambda: report.save(target, figures))  # type: ignore[arg-type]
     told(lambda: shutil.rmtree(kept, ignore_errors=True))
     show_depth(report)
     show(report, saved=path)

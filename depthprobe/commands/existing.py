@@ -34,8 +34,10 @@ def existing_report(
     from depthprobe.progress import Bar, say
     from depthprobe.report import Report
 
-    report = told(lambda: Report.load(target) if (target / "report.json").exists() else None)
-    if report is not None:
+    def there() -> Report | None:
+        if not (target / "report.json").exists():
+            return None
+        report = Report.load(target)
         mine = {"name": model.name, "architecture": model.architecture}
         mine["fingerprint"] = fingerprint(model.model, model.offload)
         mine["dtype"] = str(model.dtype).removeprefix("torch.")
@@ -44,6 +46,9 @@ def existing_report(
             raise OutputError(
                 f"{target} holds a report of a model with another {', '.join(odd)}", fix="choose another --out"
             )
+        return report
+
+    if (report := told(there)) is not None:
         return report
     settings = Settings(skip_first=skip_first, seed=seed)
     say(f"No report in {target} yet: measuring first. {settings.cost(anatomy, corpus)}")
@@ -54,10 +59,7 @@ def existing_report(
 
 
 def finished_report(
-    target: Path,
-    options: dict[str, Any],
-    opened: tuple[Checkpoint, Corpus] | None = None,
-    fix: str = "choose another --out",
+    target: Path, options: dict[str, Any], opened: tuple[Checkpoint, Corpus] | None = None
 ) -> Report | None:
     """The report that `analyze` left in `target`, None where there is none.
 
@@ -65,7 +67,6 @@ def finished_report(
         target: the folder.
         options: of this analysis, as they stand in a report.
         opened: the checkpoint and the text, once they are open; before that, only the options are looked at.
-        fix: what to do about another report.
 
     Raises:
         OutputError: the report there cannot be read, or is of other weights, another text or other options.
@@ -82,7 +83,7 @@ def finished_report(
         pairs |= _identity(report, *opened)
     odd = [f"{name}: {_short(there)}, here {_short(here)}" for name, (there, here) in pairs.items() if there != here]
     if odd:
-        raise OutputError(f"{target} holds another report ({'; '.join(odd)})", fix=fix)
+        raise OutputError(f"{target} holds another report ({'; '.join(odd)})", fix="choose another --out")
     return report
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +91,7 @@ def analyze_one(spec: str, asked: Request, target: Path | None, keep: bool = Fal
     target = target or Path("reports") / model.name
     if keep and (report := told(lambda: finished_report(target, asked.options, (model, corpus)))) is not None:
         return Outcome(report, target / "report.html", kept=True)
-    check_writable(target)
+    told(lambda: check_writable(target))
     kept = Unfinished(target)
     if not asked.resume:
         kept.drop()
@@ -104,14 +105,13 @@ def analyze_one(spec: str, asked: Request, target: Path | None, keep: bool = Fal
             if name not in done:
                 report = stage(report, work)
                 done.append(name)
-                kept.keep(report, done)
+                kept.keep(report, done, (model, corpus))
+        assert report is not None
+        page = told(partial(report.save, target, asked.figures))  # type: ignore[arg-type]
     except KeyboardInterrupt:
         if not done:
             raise
         raise InterruptedRunError("interrupted", fix=f"{', '.join(done)} is kept, --resume goes on") from None
-    assert report is not None
-    whole = report
-    page = told(lambda: whole.save(target, asked.figures))  # type: ignore[arg-type]
     kept.drop()
     return Outcome(report, page)
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from depthprobe.errors import DepthprobeError, UsageError
+from depthprobe.processes import announced
 
 MODEL_PANEL = "The model"
 TEXT_PANEL = "The text"
@@ -163,9 +164,12 @@ def remember(arguments: list[str]) -> None:
 
 def command_line() -> str:
     """What the user typed, quoted so that it can be typed again."""
-    many = int(os.environ.get("WORLD_SIZE", "1"))
-    several = ["torchrun", "--nproc-per-node", str(many), "-m"] if many > 1 else []
-    return shlex.join([*several, "depthprobe", *_typed])
+    many = announced()[1]
+    if many == 1:
+        return shlex.join(["depthprobe", *_typed])
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", many))
+    nodes = ["--nnodes", str(many // here)] if many > here else []
+    return shlex.join(["torchrun", *nodes, "--nproc-per-node", str(here), "-m", "depthprobe", *_typed])
 
 
 def set_threads(threads: int | None) -> None:

@@ -86,7 +86,7 @@ def analyze_several(specs: Sequence[str], asked: Request, out: Path, *, compare:
 
     chosen = told(lambda: _distinct(_expanded(specs)))
     names = names_of(chosen)
-    check_writable(out)
+    told(lambda: check_writable(out))
     rows: list[_Row] = []
     try:
         for place, (spec, name) in enumerate(zip(chosen, names, strict=True), 1):
@@ -94,13 +94,12 @@ def analyze_several(specs: Sequence[str], asked: Request, out: Path, *, compare:
             rows.append(_attempt(name, spec, asked, out / name, debug))
             _let_go()
         rows += _compared([out / row.name for row in rows if row.code == 0], asked, out / COMPARISON, compare, debug)
-    except KeyboardInterrupt:
-        finished = ", ".join(row.name for row in rows if row.code == 0)
+    except KeyboardInterrupt as stopped:
+        finished, begun = ", ".join(row.name for row in rows if row.code == 0), "".join(stopped.args[:1])
         if not finished:
-            raise InterruptedRunError("interrupted; nothing was written") from None
-        raise InterruptedRunError(
-            f"interrupted; finished are {finished}, in {out}", fix="the same command goes on from there"
-        ) from None
+            raise InterruptedRunError("interrupted", fix=begun or "nothing was written") from None
+        fix = "; ".join(filter(None, (begun, "the same command goes on from there")))
+        raise InterruptedRunError(f"interrupted; finished are {finished}, in {out}", fix=fix) from None
     _show(rows)
     if failed := [row for row in rows if row.code]:
         first = f"{failed[0].name}: {failed[0].cause}"
@@ -111,13 +110,16 @@ def analyze_several(specs: Sequence[str], asked: Request, out: Path, *, compare:
 
 def _attempt(name: str, spec: str, asked: Request, target: Path, debug: bool) -> _Row:
     """Analyze one checkpoint, and say what became of it."""
+    from depthprobe.processes import count
     from depthprobe.progress import say
 
     try:
         outcome = analyze_one(spec, asked, target, keep=True)
     except InterruptedRunError as error:
-        raise KeyboardInterrupt from error
+        raise KeyboardInterrupt(f"of {name} {error.fix}") from error
     except Exception as error:
+        if count() > 1 and not getattr(error, "everywhere", False):  # the other processes know nothing of it, and wait
+            raise
         return _failure(name, error, debug)
     say(f"{name}: {_kept(outcome) if outcome.kept else f'done, {outcome.page}'}")
     return _Row(name, "kept" if outcome.kept else "done")
@@ -131,12 +133,9 @@ def _kept(outcome: Outcome) -> str:
 
 def _failure(name: str, error: Exception, debug: bool) -> _Row:
     """The row of a failure. The error is not kept, for its traceback holds the model."""
-    from depthprobe.processes import count
     from depthprobe.progress import say
 
     ours = isinstance(error, DepthprobeError)
-    if count() > 1 and not getattr(error, "everywhere", False):  # the other processes know nothing of it, and wait
-        raise error
     if debug:
         if not ours:
             raise error

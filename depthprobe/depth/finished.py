@@ -8,10 +8,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 import transformers
 
+from depthprobe.ablations.batch import mask_token
 from depthprobe.ablations.store import Store
 from depthprobe.corpus import Corpus
 from depthprobe.depth.base import Depth, DepthSettings, Estimate
@@ -30,10 +32,10 @@ class Finished:
     Of several processes the first one reads and writes, and all are told.
 
     Attributes:
-        store: the folder; None in all processes but the first.
+        store: the folder.
     """
 
-    store: Store | None
+    store: Store
 
     @classmethod
     def of(cls, folder: Path, anatomy: Anatomy, corpus: Corpus, unit: str, settings: DepthSettings) -> Finished:
@@ -42,35 +44,30 @@ class Finished:
         Raises:
             OutputError: it holds estimates of something else, or cannot be written.
         """
-        found: list[Store] = []
+        return cls(told(lambda: Store(folder, _identity(anatomy, corpus, unit, settings))))
 
-        def look() -> None:
-            found.append(Store(folder, _identity(anatomy, corpus, unit, settings)))
-
-        told(look)
-        return cls(found[0] if found else None)
-
-    def load(self, run: str, name: str) -> tuple[Estimate | None, str, float] | None:
-        """What became of an estimator in a run, and the seconds that it took; None if it was not finished.
+    def load(self, run: str, name: str) -> tuple[Estimate, float] | None:
+        """What an estimator found in a run, and the seconds that it took; None if it was not finished, or is damaged.
 
         Args:
             run: `model`, or the control.
             name: of the estimator.
         """
-        text = told(lambda: None if self.store is None else self.store.text(f"{run}-{name}"))
-        if text is None:
+        text = told(lambda: self.store.text(f"{run}-{name}"))
+        try:
+            document = json.loads(text or "")
+            return _estimate(document["estimate"]), float(document["seconds"])
+        except (ValueError, KeyError, TypeError):
             return None
-        document = json.loads(text)
-        return _estimate(document["estimate"]), document["reason"], document["seconds"]
 
-    def keep(self, run: str, name: str, estimate: Estimate | None, reason: str, seconds: float) -> None:
+    def keep(self, run: str, name: str, estimate: Estimate, seconds: float) -> None:
         """Keep it.
 
         Raises:
             OutputError: it cannot be written.
         """
-        document = {"estimate": _plain(estimate), "reason": reason, "seconds": seconds}
-        told(lambda: None if self.store is None else self.store.keep(f"{run}-{name}", json.dumps(document)))
+        document = {"estimate": _plain(estimate), "seconds": seconds}
+        told(lambda: self.store.keep(f"{run}-{name}", json.dumps(document)))
 
 
 def _identity(anatomy: Anatomy, corpus: Corpus, unit: str, settings: DepthSettings) -> dict[str, Any]:
@@ -83,18 +80,19 @@ def _identity(anatomy: Anatomy, corpus: Corpus, unit: str, settings: DepthSettin
         "dtype": str(checkpoint.dtype),
         "device": checkpoint.device.type,
         "corpus": digest(corpus.inputs),
+        "documents": None if corpus.documents is None else corpus.documents.tolist(),
+        "masks": [mask_token(anatomy), *getattr(checkpoint.tokenizer, "all_special_ids", [])],
         "unit": unit,
         **{name: value for name, value in asdict(settings).items() if name not in batches},
         "depthprobe": metadata.version("depthprobe"),
+        "numpy": np.__version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
 
 
-def _plain(estimate: Estimate | None) -> dict[str, Any] | None:
+def _plain(estimate: Estimate) -> dict[str, Any]:
     """What JSON can hold of an estimate: all but the numbers of each sequence, which nothing asks for afterwards."""
-    if estimate is None:
-        return None
     return {
         "rows": [asdict(row) for row in estimate.rows],
         "curves": {name: plain_table(curve) for name, curve in estimate.curves.items()},
@@ -103,9 +101,7 @@ def _plain(estimate: Estimate | None) -> dict[str, Any] | None:
     }
 
 
-def _estimate(plain: dict[str, Any] | None) -> Estimate | None:
-    if plain is None:
-        return None
+def _estimate(plain: dict[str, Any]) -> Estimate:
     curves = {name: _table(**table) for name, table in plain["curves"].items()}
     forward, backward = plain["cost"]
     return Estimate([Depth(**row) for row in plain["rows"]], {}, curves, forward, backward, plain["notes"])

@@ -171,17 +171,19 @@ def run_estimators(
     units = len(units_of(anatomy, unit))
     total, before = weight(names, units), 0.0
     shared: Skips | DepthprobeError | None = None
+    counted = False  # the runs that several share
     found: list[Ran] = []
     for name in names:
         made, started = ESTIMATORS[name], time.perf_counter()
-        mine = made.weight(units) if not made.skips or shared is None else 0.0
+        mine = 0.0 if made.skips and counted else made.weight(units)
+        counted |= made.skips
 
         def step(done: int, of: int, before: float = before, mine: float = mine) -> None:
             if progress is not None and of:
                 progress((before + mine * done / of) / total)
 
         if finished is not None and (kept := finished.load(run, name)) is not None:
-            found.append(Ran(name, *kept))
+            found.append(Ran(name, kept[0], "", kept[1]))
             before += mine
             continue
         try:
@@ -197,8 +199,7 @@ def run_estimators(
             found.append(Ran(name, estimate, "", time.perf_counter() - started))
         except DepthprobeError as error:
             found.append(Ran(name, None, str(error), time.perf_counter() - started))
-        if finished is not None:
-            ran = found[-1]
-            finished.keep(run, name, ran.estimate, ran.reason, ran.seconds)
+        if finished is not None and found[-1].estimate is not None:  # what failed may go well another time
+            finished.keep(run, name, found[-1].estimate, found[-1].seconds)
         before += mine
     return found

@@ -12,7 +12,7 @@ from torch import Tensor
 from depthprobe.estimate import PerSequence
 from depthprobe.offload import OnDisk
 from depthprobe.probes.base import Batch, Dots, Step, cosine, key_rng, mean_tokens
-from depthprobe.processes import collected, count
+from depthprobe.processes import collected, count, dealt_to_this
 
 __all__ = ["PAIR_METRICS", "KeptStates", "Similarity"]
 
@@ -118,9 +118,8 @@ class KeptStates:
         self.each = min(eligible, max(16, budget // max(sequences, 1)))
         used = min(sequences, max(1, budget // self.each))
         self.slots = {int(s): k for k, s in enumerate(np.linspace(0, sequences - 1, used).round().astype(int))}
-        self.skip, self.eligible, self.seed = skip, eligible, seed
+        self.sequences, self.skip, self.eligible, self.seed = sequences, skip, eligible, seed
         self.states: list[Tensor] | OnDisk = []  # one [sequences kept, positions, width] a layer
-        self._held: set[int] = set()  # slots that are filled
 
     def bytes(self, layers: int, width: int) -> int:
         """What so many layers take, in float32."""
@@ -151,20 +150,18 @@ class KeptStates:
         """Take over the states that other processes of this run kept."""
         if count() == 1:
             return
-        mine = torch.tensor(sorted(self._held), dtype=torch.long)
-        every = collected((mine, [states[mine] for states in self.states]))
-        layers = max(len(parts) for _, parts in every)
-        for layer in range(layers):
-            if layer == len(self.states):  # this process had no sequence
-                like = next(parts[layer] for _, parts in every if parts)
-                self.states.append(like.new_zeros(len(self.slots), *like.shape[1:]))
-            for slots, parts in every:
-                if parts:
-                    self.states[layer][slots] = parts[layer]
+        mine = torch.tensor([self.slots[s] for s in dealt_to_this(self.sequences) if s in self.slots], dtype=torch.long)
+        for layer in range(max(collected(len(self.states)))):  # one by one, since all together may be large
+            held = self.states[layer][mine] if layer < len(self.states) else None
+            for slots, states in collected((mine, held)):
+                if states is None:  # of a process without sequences
+                    continue
+                if layer == len(self.states):
+                    self.states.append(states.new_zeros(len(self.slots), *states.shape[1:]))
+                self.states[layer][slots] = states
 
     def _keep(self, layer: int, x: Tensor) -> None:
         if layer == len(self.states):
             self.states.append(torch.zeros(len(self.slots), self.each, x.shape[-1], dtype=x.dtype))
         if len(self._slots):
-            self._held |= set(self._slots.tolist())
             self.states[layer][self._slots] = x[self._rows.to(x.device), self._positions.to(x.device)].cpu()

@@ -127,8 +127,9 @@ class Weights:
             self.places[key] = min(seen[place][0] for _, _, seen, _ in every)  # before the blocks, if any saw that
             if any(seen[place][1] for _, _, seen, _ in every):
                 weight = self._weights[key]
-                sums = self._sums.get(key, torch.zeros((self.groups, *weight.shape), dtype=dtype, device=weight.device))
-                self._sums[key] = summed(sums)
+                if key not in self._sums:
+                    self._sums[key] = torch.zeros((self.groups, *weight.shape), dtype=dtype, device=weight.device)
+                self._sums[key] = summed(self._sums[key])
 
     def _key(self, metric: str, key: int) -> Key:
         return (metric, *self.places[key])
