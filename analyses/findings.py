@@ -1,5 +1,7 @@
 """Write what the studies found: every figure, every part of the findings, and the table of all claims.
 
+What `benchmark.py` measured goes into the README too.
+
     python analyses/findings.py
 
 From data/results/ alone, in seconds; nothing is measured. Holm's correction is over the primary tests of all studies
@@ -7,10 +9,12 @@ whose tables are there.
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import benchmark_report
 import branch_norm
 import gradient_norms
 import growth
@@ -30,7 +34,7 @@ STUDIES = (  # in the order of the README
     gradient_norms, warmup, branch_norm, pre_vs_post, growth, merge_twins, transfer, variants,
     real_checkpoints,
 )  # fmt: skip
-TABLE, HEADLINE = "claims", "findings"
+TABLE, HEADLINE, BESIDE = "claims", "findings", "benchmark"
 THESIS = ("R1", "R2", "M1", "M2", "M3", "D1")  # what "pre-LN adds width, not depth" rests on
 
 
@@ -48,6 +52,8 @@ def run(options: argparse.Namespace) -> None:
     for name, text in texts(sections).items():
         study.write_section(options.readme, name, text)
     study.write_section(options.headline, HEADLINE, headline(sections))
+    if (beside := side_by_side(options.results)) is not None:
+        study.write_section(options.headline, BESIDE, beside)
     for each in sections:
         study.write_figures(each, options.figures)
     say(f"Wrote {options.readme} and {sum(len(each.figures) for each in sections)} figures to {options.figures}.")
@@ -150,6 +156,16 @@ is, what it could have shown, what else was found and what would change our mind
     figures = [FIGURE] if any(each.name == "growth" for each in sections) else []
     head = ["claim", "verdict", "effect [95 % interval over seeds]", "seeds"]
     return "\n\n".join([text, study.markdown(head, rows), *figures])
+
+
+def side_by_side(results: Path) -> str | None:
+    """What `benchmark.py` measured, in markdown; None where it has not yet."""
+    path = results / f"{BESIDE}.json"
+    if not path.exists():
+        return None
+    with study.errors_of(path):
+        found = json.loads(path.read_text())
+    return benchmark_report.text(found, [entry for entry in found["checkpoints"] if entry.get("comparisons")])
 
 
 def briefly(mine: Sequence[study.Verdict]) -> str:

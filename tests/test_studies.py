@@ -231,6 +231,9 @@ def test_the_readme_says_what_the_tables_say(study: ModuleType) -> None:
     for name, text in findings.texts(sections).items():
         assert study.section(README, name) == text, name
     assert study.section((ROOT / "README.md").read_text(), "findings") == findings.headline(sections)
+    assert study.section((ROOT / "README.md").read_text(), "benchmark") == findings.side_by_side(
+        ROOT / "data" / "results"
+    )
 
 
 # gradient_norms.py
