@@ -109,8 +109,20 @@ def compared(entry: Entry) -> list[dict[str, Any]]:
     return rows
 
 
+def brief(found: Entry, entries: Sequence[Entry]) -> str:
+    """The tables in markdown, and what the first checkpoint was held to: what the project's README shows."""
+    return "\n".join([*_tables(found, entries), "", *_limits(entries[0])])
+
+
 def text(found: Entry, entries: Sequence[Entry]) -> str:
     """Tables in markdown, then sentences."""
+    lines = _tables(found, entries)
+    for entry in entries:
+        lines += ["", *_sentences(entry)]
+    return "\n".join([*lines, "", *_limits(entries[0])])
+
+
+def _tables(found: Entry, entries: Sequence[Entry]) -> list[str]:
     where, versions = found["machine"], found["versions"]
     lines = [
         f"{where['cpu']}, {where['threads']} threads of {where['cores']} cores, load {where['load']:.1f} at the start; "
@@ -121,10 +133,7 @@ def text(found: Entry, entries: Sequence[Entry]) -> str:
     lines += ["", *_table("time over that of a bare forward pass", heads, entries, "per forward pass")]
     lines += ["", *_table("`analyze`'s probes over", heads, entries, "probes against")]
     heads = [f"{_short(e)}, {e['swept'][0]} × {e['swept'][1]}, {e['schedules']} schedules" for e in entries]
-    lines += ["", *_table("depthprobe's sweep over", heads, entries, "sweep against")]
-    for entry in entries:
-        lines += ["", *_sentences(entry)]
-    return "\n".join([*lines, "", *_limits(entries[0])])
+    return [*lines, "", *_table("depthprobe's sweep over", heads, entries, "sweep against")]
 
 
 def _table(corner: str, heads: Sequence[str], entries: Sequence[Entry], group: str) -> list[str]:

@@ -52,8 +52,8 @@ def run(options: argparse.Namespace) -> None:
     for name, text in texts(sections).items():
         study.write_section(options.readme, name, text)
     study.write_section(options.headline, HEADLINE, headline(sections))
-    if (beside := side_by_side(options.results)) is not None:
-        study.write_section(options.headline, BESIDE, beside)
+    for path, beside in zip((options.headline, options.readme), side_by_side(options.results), strict=False):
+        study.write_section(path, BESIDE, beside)
     for each in sections:
         study.write_figures(each, options.figures)
     say(f"Wrote {options.readme} and {sum(len(each.figures) for each in sections)} figures to {options.figures}.")
@@ -158,14 +158,15 @@ is, what it could have shown, what else was found and what would change our mind
     return "\n\n".join([text, study.markdown(head, rows), *figures])
 
 
-def side_by_side(results: Path) -> str | None:
-    """What `benchmark.py` measured, in markdown; None where it has not yet."""
+def side_by_side(results: Path) -> tuple[str, ...]:
+    """What `benchmark.py` measured, in brief and in full, in markdown; nothing where it has not yet."""
     path = results / f"{BESIDE}.json"
     if not path.exists():
-        return None
+        return ()
     with study.errors_of(path):
         found = json.loads(path.read_text())
-    return benchmark_report.text(found, [entry for entry in found["checkpoints"] if entry.get("comparisons")])
+    entries = [entry for entry in found["checkpoints"] if entry.get("comparisons")]
+    return benchmark_report.brief(found, entries), benchmark_report.text(found, entries)
 
 
 def briefly(mine: Sequence[study.Verdict]) -> str:
