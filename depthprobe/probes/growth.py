@@ -10,7 +10,7 @@ from torch import Tensor
 from depthprobe.errors import NonFiniteError
 from depthprobe.estimate import PerSequence
 from depthprobe.probes.base import Batch, Dots, Step, cosine, mean_tokens, median_tokens, ratio, wide
-from depthprobe.processes import collected
+from depthprobe.processes import collected, count
 
 __all__ = ["Growth", "Sink"]
 
@@ -63,7 +63,7 @@ class Growth:
 
     def exchange(self) -> None:
         """Take over the sinks that other processes of this run saw."""
-        for theirs in collected(self.sinks):
+        for theirs in collected(self.sinks) if count() > 1 else ():
             for position, sink in theirs.items():
                 self.sinks.setdefault(position, Sink(position, set(), set())).add(sink)
 
