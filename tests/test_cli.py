@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -94,6 +95,30 @@ def test_python_gives_the_numbers_of_the_command_line(folder: Path, tmp_path: Pa
     saved = depthprobe.Report.load(tmp_path / "a")
     pd.testing.assert_frame_equal(report.layers, saved.layers, check_exact=True)
     pd.testing.assert_frame_equal(report.pairs, saved.pairs, check_exact=True)
+
+
+QUICK = ("--no-ablations", "--gradient-tokens", "0", "--depth-tokens", "0")
+
+
+@pytest.mark.parametrize("command", [("analyze", *QUICK), ("ablate", "--kinds", "skip"), ("gradients",), ("stages",)])
+def test_models_of_one_name_do_not_overwrite_each_other(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: tuple[str, ...],
+) -> None:
+    for name in ("a", "b"):
+        shutil.copytree(folder / "tiny", tmp_path / name / "last")
+    monkeypatch.chdir(tmp_path)
+    data = ("--data", folder / "ids.npy")
+    assert run("analyze", "a/last", *data, *QUICK) == 0
+    before = (tmp_path / "reports/last/report.json").read_bytes()
+    text = failure(capsys, 1, command[0], "b/last", *data, *command[1:])
+    assert "reports/last holds the report of" in text and "b/last" in text and "--out" in text
+    assert (tmp_path / "reports/last/report.json").read_bytes() == before
+    assert run("analyze", tmp_path / "a/../a/last", *data, *QUICK) == 0  # the same one, spelt otherwise
+    assert run("analyze", "b/last", *data, *QUICK, "--out", "reports/last") == 0  # asked for by its name
 
 
 @pytest.fixture

@@ -5,12 +5,11 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from depthprobe.commands.existing import existing_report
+from depthprobe.commands.existing import existing_report, folder_of
 from depthprobe.commands.options import (
     BatchSize,
     Bos,
@@ -147,7 +146,7 @@ def ablate(
     )
     for changed in chosen:  # before anything is measured
         Units(anatomy).check(changed)
-    target = out or Path("reports") / model.name
+    target = folder_of(model, out)
     told(lambda: check_writable(target))
     report = existing_report(model, corpus, anatomy, target, seed)
     total, cost = sweep_cost(anatomy, corpus, chosen)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from depthprobe.commands.existing import existing_report
+from depthprobe.commands.existing import existing_report, folder_of
 from depthprobe.commands.options import (
     BatchSize,
     Bos,
@@ -137,7 +136,7 @@ def depth(
     units = len(units_of(anatomy, unit))  # before anything is measured
     part = shortened(corpus, tokens, seq_len or SEQ_LEN)
     settings.check(part)
-    target = out or Path("reports") / model.name
+    target = folder_of(model, out)
     told(lambda: check_writable(target))
     report = existing_report(model, corpus, anatomy, target, seed, skip_first)
     say(effective_cost(part, plan, units))

@@ -1,4 +1,4 @@
-"""The report that is in a folder already: one that a command adds to, or one that need not be made again."""
+"""The folder of a report, and what is in it already: a report to add to, or one that need not be made again."""
 
 from __future__ import annotations
 
@@ -14,9 +14,43 @@ if TYPE_CHECKING:
     from depthprobe.report import Report
     from depthprobe.verify import Anatomy
 
-__all__ = ["existing_report", "finished_report"]
+__all__ = ["existing_report", "finished_report", "folder_of"]
 
 _NO_MATTER = {"batch_size"}  # results do not depend on it
+
+
+def folder_of(model: Checkpoint, out: Path | None) -> Path:
+    """`out`, or reports/<model>, which must hold no report of another checkpoint: many are called checkpoint-500.
+
+    Raises:
+        OutputError: it holds one. What is named by `out` is taken as it is.
+    """
+    from depthprobe.processes import told
+    from depthprobe.report import Report
+
+    if out is not None:
+        return out
+    target = Path("reports") / model.name
+
+    def check() -> None:
+        if not (target / "report.json").exists():
+            return
+        theirs = Report.load(target).model
+        there, here = _origin(theirs.get("source"), theirs.get("revision")), _origin(model.source, model.revision)
+        if there != here:
+            raise OutputError(f"{target} holds the report of {there}, and this is {here}", fix="choose another --out")
+
+    told(check)
+    return target
+
+
+def _origin(source: Any, revision: Any) -> str:
+    """Where a checkpoint comes from, however its path was spelt."""
+    text = str(source)
+    path = Path(text).expanduser()
+    if path.exists():
+        return str(path.resolve())
+    return text if revision is None else f"{text.partition('@')[0]}@{revision}"
 
 
 def existing_report(

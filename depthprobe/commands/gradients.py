@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from depthprobe.commands.existing import existing_report
+from depthprobe.commands.existing import existing_report, folder_of
 from depthprobe.commands.options import (
     Bos,
     Data,
@@ -113,7 +112,7 @@ def gradients(
     if fresh:
         model, corpus, anatomy = prepare(fresh_twin(model, seed), corpus)
     settings.cotangents(anatomy, corpus)  # before anything is measured
-    target = out or Path("reports") / model.name
+    target = folder_of(model, out)
     check_writable(target)
     report = existing_report(model, corpus, anatomy, target, seed, skip_first)
     say(gradients_cost(corpus, settings))

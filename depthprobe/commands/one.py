@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from depthprobe.commands.existing import finished_report
+from depthprobe.commands.existing import finished_report, folder_of
 from depthprobe.commands.options import InterruptedRunError, command_line
 from depthprobe.commands.unfinished import Unfinished
 
@@ -88,7 +88,7 @@ def analyze_one(spec: str, asked: Request, target: Path | None, keep: bool = Fal
         told(lambda: finished_report(place, asked.options))  # other options are refused before anything is loaded
     say(f"Loading {spec}")
     model, corpus, anatomy = prepare(spec, asked.data, **asked.preparing)
-    target = target or Path("reports") / model.name
+    target = folder_of(model, target)
     if keep and (report := told(lambda: finished_report(target, asked.options, (model, corpus)))) is not None:
         return Outcome(report, target / "report.html", kept=True)
     told(lambda: check_writable(target))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from depthprobe.commands.existing import folder_of
 from depthprobe.commands.options import (
     BatchSize,
     Bos,
@@ -84,7 +84,7 @@ def stages(
     settings.check()
     say(f"Loading {checkpoint}")
     model, corpus, anatomy = prepare(checkpoint, data, **given)
-    target = out or Path("reports") / model.name
+    target = folder_of(model, out)
     check_writable(target)
     with Bar("Searching", len(anatomy.stream) - limit + 1, "steps") as progress:
         found = find_stages(
