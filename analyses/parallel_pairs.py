@@ -18,11 +18,12 @@ from matplotlib.axes import Axes
 from runs import Run
 
 from depthprobe.contrast import over_seeds
+from depthprobe.errors import OutputError
 from depthprobe.report.panels import LIGHT
 
 NAME, BESIDE = "merge_twins", "pre_vs_post"
 SIZE = {"blocks": 12, "width": 64, "steps": 2000}
-RATES, WARMUP, SEEDS = (3e-4, 1e-3, 3e-3, 1e-2), 500, (1, 2, 3, 4, 5)
+RATES, WARMUP, SEEDS = (3e-4, 1e-3, 3e-3, 1e-2), 500, runs.SEEDS
 PARALLEL = {"pre-parallel": "pre", "post-parallel": "post", "post-parallel-norms": "post"}
 WORDS = {
     "pre-parallel": "pre-LN",
@@ -54,9 +55,18 @@ def collect(options: argparse.Namespace) -> None:
 
 
 def sequential(beside: pd.DataFrame, arm: str, blocks: int) -> pd.Series:
-    """The best point of `pre_vs_post.py`'s grid, of those that the parallel arms have too."""
+    """The best point of `pre_vs_post.py`'s grid, of those that the parallel arms have too.
+
+    Raises:
+        OutputError: that grid is not done yet.
+    """
     rows = study.arm(beside, stage="grid", arm=arm, blocks=blocks)
-    return runs.lowest(rows[(rows["warmup"] == rows["warmup"].max()) & (rows["lr"] >= min(RATES))])
+    rows = rows[(rows["warmup"] == (WARMUP * rows["steps"] / SIZE["steps"]).round()) & (rows["lr"] >= min(RATES))]
+    if len(rows) != len(RATES):
+        raise OutputError(
+            f"{len(rows)} of {len(RATES)} runs of the grid of {arm} with {blocks} blocks", fix=f"run {BESIDE}.py first"
+        )
+    return runs.lowest(rows)
 
 
 def same(table: pd.DataFrame, chosen: pd.Series) -> pd.DataFrame:
@@ -89,17 +99,17 @@ def of_arm(table: pd.DataFrame, beside: pd.DataFrame, arm: str) -> study.Test:
     deep = int(table["blocks"].max())
     parts = [study.arm(table, stage="confirm", arm=arm).sort_values("seed")]
     parts += [beside_runs(table, beside, placement, blocks) for blocks in (deep, deep // 2)]
-    seeds = [list(part["seed"]) for part in parts]
-    if not seeds[0] or any(each != seeds[0] for each in seeds):
+    seeds = [[int(seed) for seed in part["seed"]] for part in parts]
+    if seeds != [[*SEEDS]] * len(parts):
         return study.Unjudged("M3", about, f"runs are missing: seeds {seeds}")
     failed = [int((part["status"] == "failed").sum()) for part in parts]
     if any(failed):
         return study.Unjudged("M3", about, "failed: {} parallel, {} sequential, {} half as deep".format(*failed))
     parallel, whole, half = (part["test"].to_numpy() for part in parts)
-    if over_seeds(half - whole).low <= 0:
+    if over_seeds(half - whole).low <= 0 or min(half - whole) <= 0:  # a ratio of such a gap means nothing
         found = study.span(over_seeds(half - whole))
         return study.Unjudged(
-            "M3", about, f"half as deep is not worse than sequential by more than chance: {found} nats"
+            "M3", about, f"half as deep is not worse than sequential by more than chance, in every seed: {found} nats"
         )
     return study.Primary("M3", about, tuple((parallel - whole) / (half - whole)), *region, logs=False)
 
@@ -112,15 +122,13 @@ def overview(table: pd.DataFrame, beside: pd.DataFrame) -> str:
         for words, blocks in (("sequential", deep), ("half as deep", deep // 2)):
             rows = beside_runs(table, beside, placement, blocks)
             tried = study.arm(beside, stage="grid", arm=placement, blocks=blocks, warmup=beside["warmup"].max())
-            size = f"{rows['parameters'].iloc[0]:,}" if len(rows) else ""
-            lines.append([placement, words, *runs.summary(tried[tried["lr"] >= min(RATES)], rows), size])
+            lines.append([placement, words, *runs.summary(tried[tried["lr"] >= min(RATES)], rows)])
         for arm in (arm for arm, of in PARALLEL.items() if of == placement):
             tried, rows = (study.arm(table, stage=stage, arm=arm) for stage in ("grid", "confirm"))
-            size = f"{rows['parameters'].iloc[0]:,}" if len(rows) else ""
-            lines.append([placement, f"parallel: {WORDS[arm]}", *runs.summary(tried, rows), size])
+            lines.append([placement, f"parallel: {WORDS[arm]}", *runs.summary(tried, rows)])
     other = of_arm(table, beside, "post-parallel-norms")
     told = f"{other.sentence}: {study.effect(other)} (seeds {study.seeds_of(other)}, smallest effect "
-    arms = study.markdown(["placement", "arm", *runs.SUMMARY, "parameters"], lines)
+    arms = study.markdown(["placement", "arm", *runs.SUMMARY], lines)
     return f"{arms}\n\nSecondary, with an uncorrected interval: {told}{study.least_effect(other)})."
 
 
@@ -153,4 +161,4 @@ INTRODUCTION = f"""### M3: parallel pairs from scratch (`{NAME}.py`)
 12 blocks, width 64, 2,000 steps, warm-up {WARMUP}. Losses on the test half, nats a byte, paired by seed. In the ratio,
 0 is as good as sequential and 1 as bad as a model of half the blocks. Parallel and sequential have the same parameters,
 but for post-LN with one norm a sum; half as deep has half of those of the blocks."""
-MIND = "longer training, at which half the depth costs more, or a scale at which parallel blocks are used"
+MIND = "other learning rates or longer training, or a scale at which parallel blocks are used"

@@ -33,7 +33,7 @@ from depthprobe.report.tables import number
 
 NAME = "pre_vs_post"
 PLACEMENTS = ("pre", "post")
-RATES, WARMUPS, SEEDS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2), (50, 500), (1, 2, 3, 4, 5)
+RATES, WARMUPS, SEEDS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2), (50, 500), runs.SEEDS
 SIZE = {"blocks": 12, "width": 64, "steps": 2000}
 ISO = ((6, 90), (12, 64), (24, 45))  # blocks and widths of about as many parameters
 ISO_STEPS, ISO_SEEDS = 600, (1, 2, 3)
@@ -163,17 +163,18 @@ def primary(table: pd.DataFrame, deep: pd.DataFrame) -> list[study.Test]:
     pre, post = (confirmed(table, arm, blocks) for arm in PLACEMENTS)
     swapped = confirmed(table, "post", blocks, "swapped")
     margin = runs.margin(table, pre)
-    same = f"loss post − pre, both at pre-LN's best setting, nats; predicted above {margin:.3f}"
-    own = f"loss post − pre, each at its best, nats; predicted below −{margin:.3f}"
     return [
-        runs.compared("P1", same, swapped, pre, (margin, math.inf)),
-        runs.compared("P1", own, post, pre, (-math.inf, -margin)),
+        runs.compared("P1", "loss post − pre, both at pre-LN's best setting", swapped, pre, margin, "above"),
+        runs.compared("P1", "loss post − pre, each at its best", post, pre, margin, "below"),
         of_depth(deep, blocks),
         study.Unjudged(
-            "D3", "loss of 6, 12 and 24 blocks with equal parameters", "said beforehand: no more than a sign"
+            "D3", "loss of 6, 12 and 24 blocks with equal parameters", "said beforehand: no more than a sign",
+            primary=False,
         ),
-        study.Unjudged("D4", "does depth predict loss beyond placement?", "said beforehand: printed only"),
-    ]
+        study.Unjudged(
+            "D4", "does depth predict loss beyond placement?", "said beforehand: printed only", primary=False
+        ),
+    ]  # fmt: skip
 
 
 def of_depth(deep: pd.DataFrame, blocks: int) -> study.Test:
@@ -257,8 +258,8 @@ def shape_table(table: pd.DataFrame) -> str:
         return "D3: not run yet."
     lines = []
     for (arm, blocks, width), each in rows.groupby(["arm", "blocks", "width"], sort=False):
-        lines.append([arm, str(blocks), str(width), f"{each['parameters'].iloc[0]:,}", *runs.scored(each)])
-    head = ["arm", "blocks", "width", "parameters", *runs.SUMMARY[-4:]]
+        lines.append([arm, str(blocks), str(width), *runs.scored(each)])
+    head = ["arm", "blocks", "width", *runs.SCORES]
     return f"D3, a sign at most: {ISO_STEPS} steps, equal tokens.\n\n" + study.markdown(head, lines)
 
 

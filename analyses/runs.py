@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -31,6 +32,8 @@ from depthprobe.progress import Bar
 TOKENS, BATCH = 64, 16
 SCORED = 1024  # sequences of each half of the validation text that a loss is taken on
 FAILED = 0.98  # of what the frequencies of the tokens give
+SEEDS = (1, 2, 3, 4, 5)  # that judge
+SGD_PLAIN = "sgd-0"  # SGD without decay, which torch adds to the gradient, where momentum multiplies it by ten
 TENTHS = 10
 ARMS = {
     "pre": {"placement": "pre"},
@@ -101,6 +104,8 @@ def perform(run: Run, work: Path) -> TrainResult:
         steps=run.steps, batch_size=BATCH, seq_len=TOKENS, optimizer=run.optimizer, lr=run.lr, warmup=run.warmup,
         eval_every=run.steps if run.stage == "grid" else tenth, margin=0.0, device="cpu", seed=run.seed, save_at=saved,
     )  # fmt: skip
+    if run.optimizer == SGD_PLAIN:
+        settings = replace(settings, optimizer="sgd", weight_decay=0.0)
     home = work / run.name
     resume = (home / "run.json").exists()
     with changed(config, run) as model:
@@ -290,7 +295,9 @@ def runs_of(table: pd.DataFrame) -> list[Run]:
 
 
 def margin(table: pd.DataFrame, reference: pd.DataFrame) -> float:
-    """10 % of what separates the reference arm's loss from that of a model without blocks, nats; not negative.
+    """10 % of what separates the reference arm's loss from that of a model without blocks, nats.
+
+    Below 0 where the reference is worse than that model, and nan where it has no loss.
 
     Raises:
         OutputError: the model without blocks was not trained yet.
@@ -302,48 +309,73 @@ def margin(table: pd.DataFrame, reference: pd.DataFrame) -> float:
 
 
 def share(base: pd.DataFrame, reference: pd.DataFrame) -> float:
-    """10 % of the distance between the mean losses of two arms; not negative."""
-    return max(0.0, MARGIN * float(base["test"].mean() - reference["test"].mean()))
+    """10 % of the distance between the mean losses of two arms, below 0 where the reference is the worse one."""
+    return MARGIN * float(base["test"].mean() - reference["test"].mean())
 
 
 def compared(
-    claim: str, sentence: str, arm: pd.DataFrame, reference: pd.DataFrame, region: tuple[float, float],
-    fails: bool = False,
+    claim: str, what: str, arm: pd.DataFrame, reference: pd.DataFrame, margin: float,
+    where: Literal["above", "below", "within"], fails: bool = False,
 ) -> study.Test:  # fmt: skip
     """The test of an arm's loss minus a reference's, by seed.
 
     Args:
-        claim, sentence: of the test.
-        arm, reference: confirmation runs of the same seeds.
-        region: in which the mean difference is predicted, nats.
+        claim: its number.
+        what: is measured.
+        arm, reference: confirmation runs of the seeds `SEEDS`.
+        margin: nats; where it is not above 0, the reference is no better than a model without blocks, and there is
+            nothing that a difference could be measured by.
+        where: the mean difference is predicted: above the margin, below minus the margin, or within both.
         fails: whether the claim also predicts that the arm fails.
     """
+    words, region = predicted(margin, where)
+    sentence = f"{what}, nats; predicted {words}"
     arm, reference = arm.sort_values("seed"), reference.sort_values("seed")
-    if arm.empty or list(arm["seed"]) != list(reference["seed"]):
-        return study.Unjudged(
-            claim, sentence, f"seeds {list(arm['seed'])} and {list(reference['seed'])}: runs are missing"
-        )
+    there = [[int(seed) for seed in rows["seed"]] for rows in (arm, reference)]
+    if there != [[*SEEDS]] * 2:
+        return study.Unjudged(claim, sentence, f"runs are missing: seeds {there[0]} and {there[1]} of {[*SEEDS]}")
     failed, spared = (int((rows["status"] == "failed").sum()) for rows in (arm, reference))
+    if fails and failed > spared:
+        return study.Counted(claim, f"{sentence}, or failures", failed, spared, len(arm))
     if failed or spared:
-        if fails:
-            return study.Counted(claim, f"{sentence}, or failures", failed, spared, len(arm))
         return study.Unjudged(claim, sentence, f"{failed} of {len(arm)} runs failed, and {spared} of the other arm")
+    if not margin > 0:
+        return study.Unjudged(
+            claim, sentence,
+            f"{study.span(over_seeds(arm['test'].to_numpy() - reference['test'].to_numpy()))} nats, but no margin: the "
+            "reference is no better than a model without blocks",
+        )  # fmt: skip
     return study.Primary(
         claim, sentence, tuple(arm["test"].to_numpy() - reference["test"].to_numpy()), *region, logs=False
     )
 
 
+def predicted(margin: float, where: Literal["above", "below", "within"]) -> tuple[str, tuple[float, float]]:
+    """Where a difference is predicted, in words, and between which nats."""
+    words = {"above": "above {}", "below": "below −{}", "within": "within ± {}"}[where]
+    region = {"above": (margin, math.inf), "below": (-math.inf, -margin), "within": (-margin, margin)}[where]
+    return words.format(f"{margin:.3f}" if margin > 0 else "the margin").replace("−the", "minus the"), region
+
+
 SUMMARY = ("warm-up", "failed in the grid", "chosen learning rate", "of the grid", "loss on test", "smallest effect",
-           "failed", "seeds")  # fmt: skip
+           "failed", "seeds", "parameters")  # fmt: skip
+SCORES = SUMMARY[4:]
 
 
-def summary(tried: pd.DataFrame, rows: pd.DataFrame) -> list[str]:
-    """Cells on an arm: those of `SUMMARY`; losses are of the runs that did not fail."""
+def summary(tried: pd.DataFrame, rows: pd.DataFrame, grid: pd.DataFrame | None = None) -> list[str]:
+    """Cells on an arm: those of `SUMMARY`; losses are of the runs that did not fail.
+
+    Args:
+        tried: of the grid, what was chosen from.
+        rows: the confirmed runs.
+        grid: all of the arm's, whose edges count, where that is more than `tried`.
+    """
+    grid = tried if grid is None else grid
     if rows.empty:
         return ["", f"{(tried['status'] == 'failed').sum()} of {len(tried)}", *[""] * (len(SUMMARY) - 2)]
     edges = [
         name for name in ("lr", "warmup")
-        if tried[name].nunique() > 1 and rows[name].iloc[0] in (tried[name].min() or None, tried[name].max())
+        if grid[name].nunique() > 1 and rows[name].iloc[0] in (grid[name].min() or None, grid[name].max())
     ]  # fmt: skip
     words = {"lr": "rate", "warmup": "warm-up"}
     lr, at = rows["lr"].iloc[0], f"edge: {' and '.join(words[name] for name in edges)}" if edges else "inside"
@@ -352,11 +384,12 @@ def summary(tried: pd.DataFrame, rows: pd.DataFrame) -> list[str]:
 
 
 def scored(rows: pd.DataFrame) -> list[str]:
-    """The last four cells of `SUMMARY`."""
+    """The cells of `SCORES`."""
     done = rows.loc[rows["status"] == "done", "test"].to_numpy()
     value = study.span(over_seeds(done)) if len(done) else "–"
     least = study.least(done) if len(done) > 1 else "–"
-    return [value, least, f"{len(rows) - len(done)} of {len(rows)}", str(rows["seed"].nunique())]
+    sizes = " and ".join(f"{size:,}" for size in rows["parameters"].unique())
+    return [value, least, f"{len(rows) - len(done)} of {len(rows)}", str(rows["seed"].nunique()), sizes]
 
 
 # The command line

@@ -50,6 +50,7 @@ __all__ = [
     "effect",
     "guarded",
     "holm",
+    "in_holm",
     "label",
     "least",
     "least_effect",
@@ -262,12 +263,14 @@ class Unjudged:
         sentence: what was to be measured.
         reason: why it was not.
         label: as of `Primary`.
+        primary: it was one. What the preregistration marks as no test takes no part in Holm.
     """
 
     claim: str
     sentence: str
     reason: str
     label: str = ""
+    primary: bool = True
 
 
 Test = Primary | Counted | Ruled | Unjudged
@@ -344,12 +347,17 @@ def smallest(values: Sequence[float]) -> float:
     return smallest_effect(len(values)) * float(np.std(values, ddof=1))
 
 
+def in_holm(test: Test) -> bool:
+    """Whether it is one of the tests that are corrected for, which verdicts by a rule are not."""
+    return not isinstance(test, Ruled) and (not isinstance(test, Unjudged) or test.primary)
+
+
 Verdict = tuple[Test, float, str]
 
 
 def adjusted(tests: Sequence[Test]) -> list[Verdict]:
-    """Each test with its p after Holm over all of them, and its verdict. Verdicts by a rule take no part in Holm."""
-    takes = [not isinstance(test, Ruled) for test in tests]
+    """Each test with its p after Holm over all of them, and its verdict."""
+    takes = [in_holm(test) for test in tests]
     corrected = iter(holm([probability(test) for test, part in zip(tests, takes, strict=True) if part]))
     every = [(test, next(corrected) if part else 1.0) for test, part in zip(tests, takes, strict=True)]
     return [(test, p, verdict(test, p)) for test, p in every]
@@ -454,7 +462,8 @@ def least_effect(test: Test) -> str:
         return "–"
     if isinstance(test, Counted):
         fewest = next((n for n in range(test.seeds + 1) if _fisher(n, test.seeds) < LEVEL), None)
-        return "none" if fewest is None else f"{fewest} failures against 0"
+        all_ = f"{number(_fisher(test.seeds, test.seeds))}"
+        return "none" if fewest is None else f"{fewest} failures against 0; {test.seeds} against 0 give p = {all_}"
     return least(test.values, test.logs)
 
 

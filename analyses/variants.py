@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import gradient_norms
+import growth
 import numpy as np
 import pandas as pd
 import runs
@@ -26,18 +27,19 @@ from runs import Run
 
 from depthprobe.analysis import analyze
 from depthprobe.contrast import over_seeds
-from depthprobe.criteria import CRITERIA, Criterion
+from depthprobe.criteria import CRITERIA, LESS, MORE, Criterion
+from depthprobe.evidence import FITS
 from depthprobe.lab import LabConfig, LabForCausalLM, LabForMaskedLM
 from depthprobe.lab.byte_tokens import byte_tokenizer
 from depthprobe.report.panels import LIGHT
 
 NAME = "variants"
-TUNED, SEEDS, INITIAL_SEEDS, METRIC_TOKENS = ("admin", "realformer"), (1, 2, 3, 4, 5), 10, 4096
+TUNED, SEEDS, INITIAL_SEEDS, METRIC_TOKENS = ("admin", "realformer"), runs.SEEDS, 10, 4096
 NORMS = {  # of what a norm's verdicts are compared with
     "rms": "", "batch": "masked", "instance": "masked",
 }  # fmt: skip
 NORM_FILE = "variants_norms.csv"
-COLUMNS = ("arm", "seed", "claim", "criterion", "value")
+COLUMNS = ("arm", "seed", "claim", "criterion", "value", "fit")  # fit: R², of what is a power law
 WORDS = {
     "": "LayerNorm", "rms": "RMSNorm", "masked": "LayerNorm, bidirectional", "batch": "BatchNorm, bidirectional",
     "instance": "InstanceNorm, bidirectional",
@@ -78,8 +80,11 @@ def criteria() -> list[Criterion]:
     return [each for each in CRITERIA if each.claim in ("R1", "R2", "M1")]
 
 
-def judged(run: Run, work: Path) -> list[tuple[str, str, float]]:
-    """The number of each criterion, on a trained model; nan where the report does not have it."""
+def judged(run: Run, work: Path) -> list[tuple[str, str, float, float]]:
+    """The number of each criterion, on a trained model; nan where the report does not have it.
+
+    R1's exponent is there however well a power law fits, as in `growth.py`.
+    """
     runs.ensure(run, work)
     torch.set_num_threads(1)
     report = analyze(
@@ -88,12 +93,18 @@ def judged(run: Run, work: Path) -> list[tuple[str, str, float]]:
     )  # fmt: skip
     rows = []
     for each in criteria():
-        value = each.measure(report)
-        rows.append((each.claim, each.sentence, math.nan if isinstance(value, str) else value.value))
+        fit = math.nan
+        if each == growth.criterion_of("R1", "power law"):
+            power, r2 = report.growth["growth_power"], report.growth["r2_power"]
+            number, fit = power["value"] if power else math.nan, math.nan if r2 is None else r2
+        else:
+            value = each.measure(report)
+            number = math.nan if isinstance(value, str) else value.value
+        rows.append((each.claim, each.sentence, number, fit))
     return rows
 
 
-def gradients(arm: str, seed: int) -> list[tuple[str, str, float]]:
+def gradients(arm: str, seed: int) -> list[tuple[str, str, float, float]]:
     """Both gradient ratios of an untrained model, as `gradient_norms.py` takes them, as logs."""
     torch.set_num_threads(1)
     kind = dict(runs.ARMS[arm])
@@ -108,7 +119,7 @@ def gradients(arm: str, seed: int) -> list[tuple[str, str, float]]:
     names = ("layer", *gradient_norms.COLUMNS[6:])
     rows = pd.DataFrame(gradient_norms.norms(model.train(), ids), columns=names).assign(seed=seed)
     return [
-        ("G1" if kind["placement"] == "post" else "G2", metric, gradient_norms.logs(rows, metric)[0])
+        ("G1" if kind["placement"] == "post" else "G2", metric, gradient_norms.logs(rows, metric)[0], math.nan)
         for metric in gradient_norms.RATIOS
     ]
 
@@ -122,52 +133,83 @@ def primary(table: pd.DataFrame, beside: pd.DataFrame, norms: pd.DataFrame) -> l
     margin = runs.margin(beside, pre)
     tests: list[study.Test] = []
     for arm, words in zip(TUNED, ("Admin", "residual attention"), strict=True):
-        about = f"{words} on post-LN minus pre-LN, each at its best: loss, nats; predicted below −{margin:.3f}"
+        about = f"{words} on post-LN minus pre-LN, each at its best: loss"
         rows = study.arm(table, stage="confirm", arm=arm)
-        tests.append(runs.compared("S1", about, rows, pre, (-math.inf, -margin)))
-    differ = [(norm, what) for norm, what, ours, theirs in words_of(norms) if ours != theirs]
-    count = sum(1 for _ in words_of(norms))
-    found = f"{len(differ)} of {count} verdicts differ from LayerNorm's"
-    rule = "no verdict on R1, R2, M1 and the gradient ratios differs from LayerNorm's"
-    word = "contradicted" if differ else "supported"
-    return [*tests, study.Ruled("N1", rule, word, found, len(SEEDS), "R1, R2, M1 and gradient ratios by norm")]
+        tests.append(runs.compared("S1", about, rows, pre, margin, "below"))
+    failed = failures(table, beside)
+    pairs = [pair for *_, pair in pairs_of(norms, failed)]
+    counts = {word: pairs.count(word) for word in ("contradicted", "undecided", study.UNJUDGED)}
+    found = (
+        f"of {len(pairs)} verdicts {counts['contradicted']} are the opposite of LayerNorm's, {counts['undecided']} "
+        f"differ in being undecided, {counts[study.UNJUDGED]} cannot be compared; {sum(failed.values())} of the "
+        "trained models failed"
+    )
+    rule = "verdicts on R1, R2, M1 and the gradient ratios; predicted the same as LayerNorm's for every norm"
+    return [*tests, study.Ruled("N1", rule, study.of_claim(pairs), found, len(SEEDS), "verdicts by norm")]
 
 
-def verdict_of(norms: pd.DataFrame, arm: str, claim: str, criterion: str) -> tuple[str, str]:
-    """The verdict on a criterion, or whether a gradient ratio changed, and the value with its interval."""
-    values = values_of(norms, arm, claim, criterion)
-    if len(values) < 2:
-        return "not measured", "–"
-    if claim in ("G1", "G2"):
+def failures(table: pd.DataFrame, beside: pd.DataFrame) -> dict[str, int]:
+    """How many of an arm's trained models failed."""
+    rows = pd.concat([study.arm(table, stage="norm"), warmup.at_best(beside, "pre")])
+    return (rows["status"] == "failed").groupby(rows["arm"]).sum().astype(int).to_dict()
+
+
+def verdict_of(
+    norms: pd.DataFrame, arm: str, claim: str, criterion: str, failed: dict[str, int]
+) -> tuple[str, str, np.ndarray, bool]:
+    """The verdict on a criterion, the value with its interval, the values, and whether these are logs of a ratio.
+
+    A ratio is judged by its logs. There is no verdict where a model failed or does not have the number.
+    """
+    of_start = claim in ("G1", "G2")
+    rows = study.arm(norms, arm=arm, claim=claim, criterion=criterion)
+    each = None if of_start else next(one for one in criteria() if (one.claim, one.sentence) == (claim, criterion))
+    logs = each is None or each.high in (LESS, MORE)
+    values = rows["value"].dropna().to_numpy()
+    if each is None:
         low, high = (-math.inf, -study.LOG_MARGIN) if claim == "G1" else (-study.LOG_MARGIN, study.LOG_MARGIN)
-        word, value = study.lies(over_seeds(values), low, high), study.ratio(values)
     else:
-        each = next(one for one in criteria() if one.claim == claim and one.sentence == criterion)
-        word, value = study.lies(over_seeds(values), each.low, each.high), study.span(over_seeds(values))
-    return {"inside": "supported", "outside": "contradicted", "undecided": "undecided"}[word], value
+        low, high = each.low or -math.inf, each.high  # nothing is below 0
+        if logs:
+            values, low, high = np.log(values), math.log(low) if low > 0 else low, math.log(high)
+    if len(values) < 2:
+        return study.UNJUDGED, "–", values, logs
+    interval = over_seeds(values)
+    word, value = study.lies(interval, low, high), study.ratio(values) if logs else study.span(interval)
+    unfit = word != "outside" and bool((rows["fit"] < FITS).any())
+    if len(values) < (INITIAL_SEEDS if of_start else len(SEEDS)) or (not of_start and failed.get(arm)) or unfit:
+        return study.UNJUDGED, value, values, logs
+    return {"inside": "supported", "outside": "contradicted", "undecided": "undecided"}[word], value, values, logs
 
 
-def values_of(norms: pd.DataFrame, arm: str, claim: str, criterion: str) -> np.ndarray:
-    """The number of a criterion by seed, without those that do not have it."""
-    return study.arm(norms, arm=arm, claim=claim, criterion=criterion)["value"].dropna().to_numpy()
+def pairs_of(norms: pd.DataFrame, failed: dict[str, int]) -> list[tuple[str, str, str]]:
+    """Every norm's arm and criterion, and what its verdict is beside LayerNorm's in the same kind of model.
 
-
-def words_of(norms: pd.DataFrame) -> list[tuple[str, str, str, str]]:
-    """Norm, placement and criterion, its verdict, and that of LayerNorm in the same kind of model."""
+    The same is `supported`, supported beside contradicted is `contradicted`, and undecided in one alone `undecided`.
+    """
     rows = []
     for suffix, beside in NORMS.items():
         for placement in ("pre", "post"):
             arm, other = f"{placement}-{suffix}", f"{placement}{'-' if beside else ''}{beside}"
-            for claim, criterion in kinds(norms, arm):
-                ours, theirs = (verdict_of(norms, each, claim, criterion)[0] for each in (arm, other))
-                rows.append((f"{WORDS[suffix]}, {placement}", f"{claim}: {criterion}", ours, theirs))
+            for claim, criterion in kinds(placement):
+                words = {verdict_of(norms, each, claim, criterion, failed)[0] for each in (arm, other)}
+                rows.append((arm, criterion, beside_each_other(words)))
     return rows
 
 
-def kinds(norms: pd.DataFrame, arm: str) -> list[tuple[str, str]]:
-    """Claims and criteria that an arm was measured for, in order."""
-    rows = study.arm(norms, arm=arm)[["claim", "criterion"]].drop_duplicates()
-    return [(claim, criterion) for claim, criterion in rows.itertuples(index=False)]
+def beside_each_other(words: set[str]) -> str:
+    """What two verdicts come to."""
+    if study.UNJUDGED in words:
+        return study.UNJUDGED
+    if len(words) == 1:
+        return "supported"
+    return "undecided" if "undecided" in words else "contradicted"
+
+
+def kinds(placement: str) -> list[tuple[str, str]]:
+    """Claims and criteria that a placement is compared by."""
+    trained = [(each.claim, each.sentence) for each in criteria()] if placement == "pre" else []
+    return [*trained, *(("G1" if placement == "post" else "G2", metric) for metric in gradient_norms.RATIOS)]
 
 
 def overview(table: pd.DataFrame, beside: pd.DataFrame) -> str:
@@ -182,22 +224,21 @@ def overview(table: pd.DataFrame, beside: pd.DataFrame) -> str:
     return study.markdown(["arm", *runs.SUMMARY], lines)
 
 
-def norm_table(norms: pd.DataFrame, table: pd.DataFrame) -> str:
+def norm_table(norms: pd.DataFrame, table: pd.DataFrame, beside: pd.DataFrame) -> str:
     """Every norm's value and verdict on each criterion, in markdown."""
-    lines = []
+    lines, failed = [], failures(table, beside)
     for suffix, words in WORDS.items():
         for placement in ("pre", "post"):
             arm = f"{placement}{'-' if suffix else ''}{suffix}"
-            for claim, criterion in kinds(norms, arm):
-                word, value = verdict_of(norms, arm, claim, criterion)
+            for claim, criterion in kinds(placement):
+                word, value, values, logs = verdict_of(norms, arm, claim, criterion, failed)
                 short = gradient_norms.LABELS.get(criterion) or criterion.split(":")[0]
-                values, every = values_of(norms, arm, claim, criterion), study.arm(norms, arm=arm, criterion=criterion)
-                least = study.least(values, claim in ("G1", "G2")) if len(values) > 1 else "–"
-                seeds = f"{len(values)} of {len(every)}"
+                least = study.least(values, logs) if len(values) > 1 else "–"
+                seeds = f"{len(values)} of {len(study.arm(norms, arm=arm, criterion=criterion))}"
                 lines.append([claim, short, words, placement, value, least, word, seeds])
     lines.sort(key=lambda line: (line[0], line[1], line[3]))
-    bad = study.arm(table, stage="norm", status="failed")
-    note = f"\n\n{len(bad)} of the {len(study.arm(table, stage='norm'))} trained models of N1 failed."
+    lost = ", ".join(f"{count} of {arm}" for arm, count in failed.items() if count) or "none"
+    note = f"\n\nTrained models of N1 that failed, whose arm is not judged: {lost}."
     head = ["claim", "number", "norm", "placement", "value [95 % interval over seeds]", "smallest effect", "verdict",
             "seeds that have it"]  # fmt: skip
     return study.markdown(head, lines) + note
@@ -209,7 +250,7 @@ def section(results: Path) -> study.Section:
     norms = study.read(results / NORM_FILE)
 
     def text(found: list[study.Verdict]) -> str:
-        arms, each = overview(table, beside), norm_table(norms, table)
+        arms, each = overview(table, beside), norm_table(norms, table, beside)
         return "\n\n".join([INTRODUCTION, study.verdicts(found), FIGURE, arms, SECONDARY, each])
 
     figure = study.Figure(NAME, partial(draw, table, beside, norms), 6.0, 2, shared=False)
@@ -220,17 +261,18 @@ INTRODUCTION = f"""### S1, N1: other initialisations, attention and norms (`{NAM
 
 12 blocks, width 64, 600 steps. S1: losses on the test half, nats a byte, paired by seed; pre-LN and post-LN are the
 AdamW runs of `warmup.py`, the others have its grid. The margin is 10 % of what separates pre-LN from a model without
-blocks. N1 is by a rule, not a test: trained models have pre-LN's learning rate and warm-up whatever their norm."""
+blocks. N1 is by a rule, not a test: an opposite verdict contradicts it, and one that is undecided for one norm alone
+leaves it undecided. Trained models have pre-LN's learning rate and warm-up whatever their norm, at equal tokens."""
 FIGURE = (
     f"![Loss over learning rate of post-LN's variants, and gradient ratios by norm, a dot a seed](figures/{NAME}.png)"
 )
 SECONDARY = """N1, number by number, with uncorrected intervals; `undecided` of both norms counts as no difference.
-Means are arithmetic, of gradient ratios geometric; thirds of the blocks are by place. BatchNorm and InstanceNorm are
+Means are arithmetic, of ratios geometric; thirds of the blocks are by place. BatchNorm and InstanceNorm are
 compared with LayerNorm in the bidirectional model; there the loss of the gradient ratios is that of every position's
 own token."""
 MINDS = {
-    "S1": "longer training of deeper models, for which both were made",
-    "N1": "verdicts that differ no more once each norm has a learning rate of its own",
+    "S1": "longer training, or deeper models, for which both were made",
+    "N1": "other verdicts once each norm has a learning rate of its own",
 }
 
 

@@ -241,16 +241,36 @@ def test_a_difference_by_seed_a_margin_and_failures(runs: ModuleType, study: Mod
     pre, post = (study.arm(table, arm=arm) for arm in ("pre", "post"))
     margin = runs.margin(table, pre)
     assert margin == pytest.approx(0.08)
-    test = runs.compared("P1", "post − pre", post.sample(frac=1, random_state=0), pre, (margin, math.inf))
+    test = runs.compared("P1", "post − pre", post.sample(frac=1, random_state=0), pre, margin, "above")
+    assert test.sentence == "post − pre, nats; predicted above 0.080"
     np.testing.assert_allclose(test.values, [0.1, 0.11, 0.09, 0.1, 0.1])
     assert study.verdict(test, study.probability(test)) == "supported"
-    assert study.verdict(runs.compared("P1", "", pre, post, (margin, math.inf)), 1.0) == "contradicted"
+    assert study.verdict(runs.compared("P1", "", pre, post, margin, "above"), 1.0) == "contradicted"
     bad = post.assign(status=["failed", *["done"] * 4])
-    assert isinstance(runs.compared("P1", "", bad, pre, (margin, math.inf)), study.Unjudged)
-    counted = runs.compared("W1", "", bad, pre, (margin, math.inf), fails=True)
+    assert isinstance(runs.compared("P1", "", bad, pre, margin, "above"), study.Unjudged)
+    counted = runs.compared("W1", "", bad, pre, margin, "above", fails=True)
     assert (counted.failed, counted.spared, counted.seeds) == (1, 0, 5)
-    assert isinstance(runs.compared("P1", "", post[post["seed"] < 4], pre, (margin, math.inf)), study.Unjudged)
-    assert runs.margin(table, made_up(runs, seeds_of("pre", [3.0] * 5))) == 0.0
+    for arm, other in ((pre, bad), (bad, bad)):  # what is predicted to fail did not, or no more than the other
+        assert isinstance(runs.compared("W1", "", arm, other, margin, "above", fails=True), study.Unjudged)
+    some = [rows[rows["seed"] < 4] for rows in (post, pre)]
+    for arm, other in ((some[0], pre), some):  # a study that was stopped has the same seeds of both
+        test = runs.compared("P1", "", arm, other, margin, "above")
+        assert isinstance(test, study.Unjudged) and "missing" in test.reason  # noqa: PT018
+    assert [runs.predicted(0.05, where) for where in ("above", "below", "within")] == [
+        ("above 0.050", (0.05, math.inf)), ("below −0.050", (-math.inf, -0.05)), ("within ± 0.050", (-0.05, 0.05)),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["above", "below", "within"])
+def test_a_reference_no_better_than_no_blocks_gives_no_margin(runs: ModuleType, study: ModuleType, where: str) -> None:
+    table = made_up(runs, [*seeds_of("embedding", [2.5] * 5), *seeds_of("post", [2.6, 2.7, 2.65, 2.7, 2.6])])
+    post = study.arm(table, arm="post")
+    margin = runs.margin(table, post)
+    assert margin == pytest.approx(-0.015)
+    test = runs.compared("W1", "without − with", post.assign(test=post["test"] + 0.001), post, margin, where)
+    assert isinstance(test, study.Unjudged)
+    assert "no margin" in test.reason and "the margin" in test.sentence  # noqa: PT018
+    assert isinstance(runs.compared("W1", "", post, post, math.nan, where), study.Unjudged)
 
 
 def test_words_of_tests_that_are_no_means(study: ModuleType) -> None:
@@ -260,7 +280,7 @@ def test_words_of_tests_that_are_no_means(study: ModuleType) -> None:
     assert study.verdict(study.Counted("W1", "", 3, 0, 5), 0.17) == "undecided"
     assert study.verdict(study.Counted("W1", "", 0, 0, 5), 1.0) == "contradicted"
     assert study.probability(study.Counted("W1", "", 0, 5, 5)) == 1.0
-    assert study.least_effect(every) == "4 failures against 0"  # p = 2 · 5 / 210
+    assert study.least_effect(every) == "4 failures against 0; 5 against 0 give p = 0.00794"  # 2 · 5 / 210, 2 / 252
     against = study.Primary("G4", "", (0.01, 0.0, -0.01, 0.02, 0.0), -0.4, 0.4, against=True)
     assert study.verdict(against, study.probability(against)) == "contradicted"
     assert study.verdict(against, 0.2) == "undecided"
@@ -268,6 +288,9 @@ def test_words_of_tests_that_are_no_means(study: ModuleType) -> None:
     found = study.adjusted([ruled, every, study.Unjudged("D3", "", "too small")])
     assert [word for *_, word in found] == ["supported", "supported", study.UNJUDGED]
     assert found[1][1] == pytest.approx(2 * 2 / math.comb(10, 5))  # of two tests: the rule is none
+    found = study.adjusted([ruled, every, study.Unjudged("D3", "", "too small", primary=False)])
+    assert [word for *_, word in found] == ["supported", "supported", study.UNJUDGED]
+    assert found[1][1] == pytest.approx(2 / math.comb(10, 5))  # what was said to be no test is not corrected for
     assert study.of_claim(["supported", study.UNJUDGED]) == study.UNJUDGED
     assert study.of_claim(["undecided", "contradicted", study.UNJUDGED]) == "contradicted"
 
@@ -279,7 +302,8 @@ def test_parallel_pairs_on_a_table_with_a_known_answer(runs: ModuleType, study: 
     for arm in ("pre", "post"):
         for blocks, loss in ((12, 1.5), (6, 1.9)):
             setting = {"blocks": blocks, "warmup": 500, "steps": 2000, "lr": 3e-3}
-            beside += [{"arm": arm, "stage": "grid", "seed": 0} | setting]
+            beside += [{"arm": arm, "stage": "grid", "seed": 0} | setting | {"lr": lr, "dev": 2 + abs(lr - 3e-3)}
+                       for lr in (1e-4, *pairs.RATES)]  # fmt: skip
             beside += seeds_of(arm, list(loss + spread), **setting)
     for arm, part in (("pre-parallel", 0.04), ("post-parallel", 0.8), ("post-parallel-norms", 0.5)):
         table += seeds_of(arm, list(1.5 + 0.4 * part + spread * 1.01), warmup=500, steps=2000)
@@ -290,7 +314,12 @@ def test_parallel_pairs_on_a_table_with_a_known_answer(runs: ModuleType, study: 
     assert [word for *_, word in study.adjusted([pre, post])] == ["supported", "supported"]
     worse = beside.assign(test=np.where(beside["blocks"] == 6, 1.49, beside["test"]))
     assert all(isinstance(test, study.Unjudged) for test in pairs.primary(table, worse))
+    once = beside.assign(test=np.where((beside["blocks"] == 6) & (beside["seed"] == 2), 1.5, beside["test"]))
+    assert over_seeds(once[once["blocks"] == 6].query("arm == 'pre' and stage == 'confirm'")["test"]).low > 1.55
+    assert all(isinstance(test, study.Unjudged) for test in pairs.primary(table, once))  # a ratio with a gap below 0
     assert pairs.sequential(beside, "pre", 12)["lr"] == 3e-3
+    with pytest.raises(OutputError, match="3 of 4 runs of the grid of pre"):
+        pairs.sequential(beside[beside["lr"] != 1e-2], "pre", 12)
 
 
 def test_correlation_without_what_the_placement_alone_makes(runs: ModuleType) -> None:
@@ -312,7 +341,10 @@ def test_cells_of_confirmed_runs(runs: ModuleType, study: ModuleType) -> None:
     assert (cells["failed"], cells["seeds"], cells["failed in the grid"]) == ("1 of 5", "5", "1 of 2")
     assert cells["of the grid"] == "edge: rate"
     gone = rows.assign(status="failed")
-    assert runs.summary(tried, gone)[4:] == ["–", "–", "5 of 5", "5"]
+    assert runs.summary(tried, gone)[4:] == ["–", "–", "5 of 5", "5", "9"]
+    part, whole = tried.assign(warmup=50), pd.concat([tried.assign(warmup=each) for each in (0, 50)])
+    for grid, said in ((None, "edge: rate"), (whole, "edge: rate and warm-up")):
+        assert runs.summary(part, rows, grid)[3] == said
     assert len(runs.summary(tried, rows[:0])) == len(runs.SUMMARY)
 
 
@@ -345,7 +377,9 @@ def tables(runs: ModuleType, home: Path) -> None:
         return table
 
     jobs = warmup.grid(warmup.SIZE)
-    beside = kept("warmup", [*jobs, *warmup.confirmations(trained(runs, jobs))])
+    jobs += warmup.confirmations(trained(runs, jobs))
+    later = warmup.grid(warmup.SIZE, optimizers=warmup.LATER)
+    beside = kept("warmup", [*jobs, *later, *warmup.confirmations(trained(runs, later), warmup.LATER)])
     jobs = warmup.grid(warmup.SIZE, branch.ARMS, ("adamw",), branch.WARMUPS)
     kept("branch_norm", [*jobs, *branch.confirmations(trained(runs, jobs))])
     states = [
@@ -374,11 +408,12 @@ def tables(runs: ModuleType, home: Path) -> None:
              for job in runs.again(chosen, "norm", variants.SEEDS, arm=f"pre-{suffix}")]  # fmt: skip
     kept("variants", [*jobs, *confirm, *norms])
     arms = [f"{arm}{'-' if suffix else ''}{suffix}" for arm in ("pre", "post") for suffix in variants.WORDS]
-    found = [(arm, seed, each.claim, each.sentence, rng.normal(0.5, 0.1)) for arm in arms if arm.startswith("pre")
-             for seed in range(1, 6) for each in variants.criteria()]  # fmt: skip
-    found += [(arm, 100 + seed, "G2" if arm.startswith("pre") else "G1", metric, rng.normal(0.5, 0.1))
+    found = [(arm, seed, each.claim, each.sentence, rng.normal(0.5, 0.1), math.nan)
+             for arm in arms if arm.startswith("pre") for seed in range(1, 6)
+             for each in variants.criteria()]  # fmt: skip
+    found += [(arm, 100 + seed, "G2" if arm.startswith("pre") else "G1", metric, rng.normal(0.5, 0.1), math.nan)
               for arm in arms for seed in range(10) for metric in ("weight", "median")]  # fmt: skip
-    found[0] = (*found[0][:4], math.nan)  # a seed that a power law does not fit
+    found[0] = (*found[0][:4], math.nan, math.nan)  # a seed that does not have the number
     pd.DataFrame(found, columns=variants.COLUMNS).to_csv(home / variants.NORM_FILE, index=False)
     jobs = [runs.Run("grid", arm, 12, 64, "adamw", lr, 500, 2000, 0) for lr in pairs.RATES for arm in pairs.PARALLEL]
     grid = trained(runs, jobs)
@@ -514,22 +549,49 @@ def test_what_branch_norm_leaves_of_the_stream(runs: ModuleType, tmp_path: Path)
     assert branch.entropy(attention, x) == pytest.approx(float(np.mean(found)), rel=1e-4)
 
 
-def test_the_same_verdicts_for_another_norm(study: ModuleType) -> None:
+@pytest.fixture
+def norms(study: ModuleType) -> pd.DataFrame:
+    """Every number of every norm far inside what is predicted."""
     variants = script("variants")
-    one = next(each for each in variants.criteria() if each.claim == "R2")
-    arms = [
-        f"{placement}{suffix}"
-        for placement in ("pre", "post")
-        for suffix in ("", "-rms", "-masked", "-batch", "-instance")
-    ]
+    inside = {
+        (each.claim, each.sentence): math.sqrt(max(each.low, 1e-4) * each.high) if math.isfinite(each.high) else 2.0
+        for each in variants.criteria()
+    }
+    arms = [(place, f"{place}{suffix}") for place in ("pre", "post")
+            for suffix in ("", "-rms", "-masked", "-batch", "-instance")]  # fmt: skip
     rows = [
-        (arm, seed, claim, name, value + 0.01 * seed)
-        for arm in arms for seed in range(1, 6)
-        for claim, name, value in ((one.claim, one.sentence, 0.5), ("G2", "median", 0.0))
+        (arm, seed, claim, name, inside.get((claim, name), -1.0 if place == "post" else 0.0) * (1 + 1e-3 * seed), 1.0)
+        for place, arm in arms for claim, name in variants.kinds(place)
+        for seed in range(10 if claim in ("G1", "G2") else 5)
     ]  # fmt: skip
-    norms = pd.DataFrame(rows, columns=variants.COLUMNS)
-    words = variants.words_of(norms)
-    assert len(words) == 12
-    assert all(ours == theirs == "supported" for *_, ours, theirs in words)
-    other = norms.assign(value=np.where((norms["arm"] == "pre-rms") & (norms["claim"] == "R2"), 2.0, norms["value"]))
-    assert [what for what, *_, ours, theirs in variants.words_of(other) if ours != theirs] == ["RMSNorm, pre"]
+    return pd.DataFrame(rows, columns=variants.COLUMNS)
+
+
+def test_the_same_verdicts_for_another_norm(runs: ModuleType, study: ModuleType, norms: pd.DataFrame) -> None:
+    variants = script("variants")
+
+    def word(table: pd.DataFrame, **failed: int) -> str:
+        return study.of_claim([pair for *_, pair in variants.pairs_of(table, failed)])
+
+    def changed(arm: str, claim: str, value: float | list[float], column: str = "value") -> pd.DataFrame:
+        here = (norms["arm"] == arm) & (norms["claim"] == claim)
+        other = norms.copy()
+        other.loc[here, column] = np.resize(value, here.sum())
+        return other
+
+    pairs = variants.pairs_of(norms, {})
+    assert len(pairs) == 3 * (len(variants.criteria()) + 2 + 2)
+    assert {pair for *_, pair in pairs} == {"supported"}
+    assert word(norms) == "supported"
+    assert word(changed("pre-rms", "R2", 2.0)) == "contradicted"  # the opposite
+    assert word(changed("pre-rms", "R2", [0.5, 1.5])) == "undecided"  # one of them alone
+    assert word(changed("post-batch", "G1", 0.0)) == "contradicted"
+    assert word(norms, **{"pre-batch": 1}) == study.UNJUDGED  # a model that learned nothing has no say
+    assert word(norms[~((norms["arm"] == "pre-instance") & (norms["seed"] == 4))]) == study.UNJUDGED
+    assert word(norms[norms["arm"] != "pre-batch"]) == study.UNJUDGED  # a study that was stopped
+    # a bad fit keeps an exponent from being as predicted, and not from lying elsewhere
+    assert word(changed("pre-rms", "R1", 0.5, "fit")) == study.UNJUDGED
+    exponent = next(each.sentence for each in variants.criteria() if "power law" in each.sentence)
+    here = (norms["arm"] == "pre-rms") & (norms["criterion"] == exponent)
+    elsewhere = norms.assign(value=np.where(here, 0.2, norms["value"]), fit=np.where(here, 0.5, 1.0))
+    assert word(elsewhere) == "contradicted"
