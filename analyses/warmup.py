@@ -152,9 +152,8 @@ INTRODUCTION = f"""### W1, W2: warm-up (`{NAME}.py`)
 the arm with warm-up (W2: pre-LN) from a model without blocks, trained with AdamW. Where that arm is no better than such
 a model there is no margin, and nothing is judged (changed, see the preregistration). W1 holds only if all six tests do.
 More failed runs of post-LN without warm-up than with it are judged by their number. The decay of 0.1 is decoupled in
-AdamW and RAdam; SGD adds it to the gradient, where momentum multiplies it by ten, so that it outweighs the loss at
-these learning rates: no model of these rows is better than one without blocks. SGD is therefore judged by runs without
-decay (changed)."""
+AdamW and RAdam; SGD adds it to the gradient, where momentum multiplies it by ten, and no model of these rows is better
+than one without blocks. SGD is therefore judged by runs without decay (changed)."""
 CHANGED = ("W1",)
 FIGURE = f"![Loss over learning rate, with and without warm-up]({'figures/' + NAME}.png)"
 MINDS = {
