@@ -19,6 +19,7 @@ from depthprobe.ablations.table import merge_against_skip, proxies, table
 from depthprobe.checkpoint import Checkpoint
 from depthprobe.corpus import Corpus
 from depthprobe.estimate import Resampler, plain_table
+from depthprobe.fingerprint import digest
 from depthprobe.prepare import prepare
 from depthprobe.verify import Anatomy
 
@@ -159,14 +160,10 @@ def run_ablations(
         value, low, high = (float(v[0]) for v in resampler.intervals(swept.base_loss[:, None]))
         base = {"value": value, "ci_low": low, "ci_high": high}
     merging = {
+        **place_of(corpus, settings, anatomy.objective == "masked"),
         "rho": merge_against_skip(swept, resampler, cost),
         "proxies": [] if layers is None or pairs is None else proxies(swept, layers, pairs, resampler, cost),
         "base_loss": base,
-        "sequences": corpus.sequences,
-        "tokens": corpus.tokens,
-        "corpus": corpus.name,
-        "sha256": corpus.sha256,
-        "score_positions": MASKED if anatomy.objective == "masked" else settings.score_positions,
         "evaluations": swept.evaluations,
         "plain_evaluations": swept.plain_evaluations,
         "seconds": swept.seconds,
@@ -177,6 +174,19 @@ def run_ablations(
     if swept.later is not None:
         merging["later"] = plain_table(swept.later.frame(resampler))
     return Ablations(table(swept, resampler), merging, swept)
+
+
+def place_of(corpus: Corpus, settings: SweepSettings, masked: bool) -> dict[str, Any]:
+    """Where effects are measured: tables of the same tokens and positions can be joined."""
+    return {
+        "corpus": corpus.name,
+        "sha256": corpus.sha256,
+        "ids": digest(corpus.inputs),
+        "sequences": corpus.sequences,
+        "tokens": corpus.tokens,
+        "score_positions": MASKED if masked else settings.score_positions,
+        "seed": settings.seed,
+    }
 
 
 def default_sweep(

@@ -99,6 +99,8 @@ def analyze(
         lens_positions=lens_positions,
     )
     settings.check()
+    if ablation_tokens < 2:
+        raise UsageError(f"ablation_tokens is {ablation_tokens}", "2 or more", "ablations=False is for none")
     if gradient_tokens < 0:
         raise UsageError(f"gradient_tokens is {gradient_tokens}", "0 or more")
     if depth_tokens < 0:
@@ -177,7 +179,7 @@ def build_report(
             "tokens": corpus.tokens,
             "documents": documents,
             "bos": corpus.bos,
-            "first_ids": [] if corpus.is_states else corpus.inputs[0, :16].tolist(),
+            "first_ids": corpus.first_ids,
             "first_tokens": _first_tokens(checkpoint, corpus),
             "skip_first": settings.skip_first,
             "notes": list(corpus.notes),

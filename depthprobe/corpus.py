@@ -11,13 +11,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from depthprobe.documents import Document, documents, existing, manual_topics
+from depthprobe.arrays import checked, cut, opened, refuse_padding, sha256_of, windows
+from depthprobe.documents import Document, documents, manual_topics
 from depthprobe.errors import CorpusError, UsageError
 
 __all__ = ["Corpus", "manual_topics", "read"]
 
 DEFAULT_SEQ_LEN = 256
-Array = np.ndarray | torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +50,11 @@ class Corpus:
     def tokens(self) -> int:
         """Number of tokens (positions) of each sequence."""
         return self.inputs.shape[1]
+
+    @property
+    def first_ids(self) -> list[int]:
+        """The first 16 ids, by which two tokenizers or ways of cutting a text can be told apart; none of states."""
+        return [] if self.is_states else [int(each) for each in self.inputs[0, :16]]
 
     def take(self, rows: slice | np.ndarray) -> Corpus:
         """Some of the sequences."""
@@ -115,18 +120,19 @@ def read(
             f"the sequence length is {seq_len:,}", f"at most the model's {max_positions:,} positions", "lower --seq-len"
         )
 
-    array = _as_array(data)
+    array = opened(data)
     if array is not None:
         if bos == "always":
             raise UsageError("bos is 'always'", "'auto' with token ids or states", "they are taken as they are")
         name = str(data) if isinstance(data, str | Path) else "passed from Python"
         if isinstance(array, np.ndarray) and name.endswith(".bin"):
             width = _default_length(seq_len or usual_len, tokens, max_positions)
-            kept, notes = _windows(array, width, tokens // width, seed, name)
+            kept, notes = windows(array, width, tokens // width, seed, name)
         else:
-            kept, notes = _cut(array, tokens, seq_len, max_positions, name)
-        inputs = _checked(kept, vocab_size, name, "give ids of this model's own tokenizer")
-        return Corpus(inputs, None, name, _digest(inputs), "Taken as they are: nothing was put in front.", notes)
+            kept, notes = cut(array, tokens, seq_len, max_positions, name)
+        inputs = checked(kept, vocab_size, name, "give ids of this model's own tokenizer")
+        refuse_padding(inputs, tokenizer, name)
+        return Corpus(inputs, None, name, sha256_of(inputs), "Taken as they are: nothing was put in front.", notes)
 
     if tokenizer is None:
         raise CorpusError(
@@ -135,7 +141,7 @@ def read(
         )
     name, texts = documents(data, text_field)
     length = _default_length(seq_len or usual_len, tokens, max_positions)
-    packed, owners, digest, sentence = _pack(texts, tokenizer, length, tokens // length, bos, name)
+    packed, owners, found, sentence = _pack(texts, tokenizer, length, tokens // length, bos, name)
     notes = ()
     if packed.shape[1] < length:
         notes = (f"The text is shorter than a sequence of {length:,}: one sequence of {packed.shape[1]:,} tokens.",)
@@ -145,110 +151,12 @@ def read(
         notes = (
             f"Asked for sequences of {seq_len:,} tokens, and for {tokens:,} tokens in all: one sequence of those.",
         )
-    checked = _checked(packed, vocab_size, name, "the tokenizer does not belong to this model: pass --tokenizer")
-    return Corpus(checked, owners, name, digest, sentence, notes)
+    ids = checked(packed, vocab_size, name, "the tokenizer does not belong to this model: pass --tokenizer")
+    return Corpus(ids, owners, name, found, sentence, notes)
 
 
 def _default_length(seq_len: int, tokens: int, max_positions: int | None) -> int:
     return min(seq_len, tokens, max_positions or tokens)
-
-
-# Token ids and states
-
-
-def _as_array(data: Any) -> Array | None:
-    """Ids or states, `[sequences, tokens(, width)]`, or the one-dimensional memmap of a `.bin`; None for text."""
-    if isinstance(data, torch.Tensor | np.ndarray):
-        return data.detach().cpu() if isinstance(data, torch.Tensor) else np.asarray(data)
-    if not isinstance(data, str | Path) or Path(data).suffix not in (".npy", ".npz", ".bin"):
-        return None
-    path = existing(data)
-    if path.suffix == ".npz":
-        raise CorpusError(f"{path} is an archive of arrays", "one array in a .npy", "save it with numpy.save")
-    if path.suffix == ".bin":
-        if path.stat().st_size == 0 or path.stat().st_size % 2:
-            raise CorpusError(
-                f"{path} has {path.stat().st_size:,} bytes", "a stream of 16-bit ids", "write it as uint16, as nanoGPT"
-            )
-        return np.memmap(path, dtype="<u2", mode="r")
-    try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
-        raise CorpusError(f"{path} is no array that can be read ({error})", "a .npy of numbers") from error
-
-
-def _cut(
-    array: Array, tokens: int, seq_len: int | None, max_positions: int | None, name: str
-) -> tuple[Array, tuple[str, ...]]:
-    """The first sequences, cut to seq_len, and notes on what was left out."""
-    shape = tuple(array.shape)
-    kind = array.dtype.kind if isinstance(array, np.ndarray) else _kind(array)
-    expected = "integer ids [sequences, tokens] or float states [sequences, tokens, width]"
-    if (kind, len(shape)) not in (("i", 2), ("u", 2), ("f", 3)):
-        raise CorpusError(f"{name}: {array.dtype} of shape {list(shape)}", expected, "convert or reshape the array")
-    if shape[0] == 0 or shape[1] < 2 or 0 in shape:
-        raise CorpusError(f"{name}: shape {list(shape)}", "at least one sequence of two tokens")
-    if seq_len is not None and seq_len > shape[1]:
-        raise UsageError(f"the sequence length is {seq_len:,}", f"at most the {shape[1]:,} of {name}")
-    width = seq_len or shape[1]
-    if max_positions is not None and width > max_positions:
-        raise CorpusError(
-            f"{name}: sequences of {width:,} tokens",
-            f"at most the model's {max_positions:,} positions",
-            f"cut them with --seq-len {max_positions}",
-        )
-    count = min(shape[0], max(1, tokens // width))
-    notes = (
-        *((f"The first {count:,} of {shape[0]:,} sequences.",) if count < shape[0] else ()),
-        *((f"Sequences of {shape[1]:,} tokens cut to {width:,}.",) if width < shape[1] else ()),
-    )
-    return array[:count, :width], notes
-
-
-def _kind(tensor: torch.Tensor) -> str:
-    if tensor.is_floating_point():
-        return "f"
-    return "b" if tensor.dtype == torch.bool or tensor.is_complex() else "i"
-
-
-def _windows(stream: np.ndarray, width: int, count: int, seed: int, name: str) -> tuple[Array, tuple[str, ...]]:
-    """`[sequences, width]`: windows of a stream that do not overlap, drawn by the seed, in the order of the stream."""
-    if len(stream) < 2:
-        raise CorpusError(f"{name} holds one token id", "at least 2")
-    if len(stream) < width:
-        return stream[None], (f"The stream is shorter than a sequence of {width:,}: one of {len(stream):,} tokens.",)
-    whole = len(stream) // width
-    if whole <= count:
-        short = (f"Asked for {count * width:,} tokens, the stream gives {whole * width:,} in whole sequences.",)
-        return stream[: whole * width].reshape(whole, width), short if whole < count else ()
-    starts = np.sort(np.random.default_rng(seed).choice(whole, count, replace=False)) * width
-    windows = np.stack([stream[start : start + width] for start in starts])
-    return windows, (f"{count:,} of the stream's {whole:,} windows, drawn with seed {seed}.",)
-
-
-def _checked(array: Array, vocab_size: int | None, name: str, fix: str) -> torch.Tensor:
-    """A copy as int64 ids within the vocabulary, or as finite states."""
-    if isinstance(array, np.ndarray):
-        native = array.astype(array.dtype.newbyteorder("=") if array.dtype.kind == "f" else np.int64)
-        values = torch.from_numpy(native)
-    else:
-        values = array.clone() if array.is_floating_point() else array.to(torch.int64, copy=True)
-    if values.is_floating_point():
-        bad = ~torch.isfinite(values)
-        if bad.any():
-            place = bad.nonzero()[0].tolist()
-            raise CorpusError(f"{name}: the state at {place} is {values[tuple(place)].item()}", "finite numbers")
-        return values.contiguous()
-    outside = values < 0 if vocab_size is None else (values < 0) | (values >= vocab_size)
-    if outside.any():
-        row, column = outside.nonzero()[0].tolist()
-        limit = "ids from 0" if vocab_size is None else f"ids from 0 to {vocab_size - 1:,} (vocabulary {vocab_size:,})"
-        raise CorpusError(f"{name}: id {values[row, column]:,} at sequence {row}, position {column}", limit, fix)
-    return values.contiguous()
-
-
-def _digest(values: torch.Tensor) -> str:
-    return hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 # Text
@@ -266,7 +174,8 @@ def _pack(
     sentence, body = "", length
     for index, document in enumerate(texts):
         if not sentence:
-            front, back, sentence = _specials(tokenizer, document(4096)[0].strip()[:64], bos)
+            # "a": a document may be empty, and what an empty text is put between cannot be told apart from it
+            front, back, sentence = _specials(tokenizer, document(4096)[0].strip()[:64] or "a", bos)
             body = length - len(front) - len(back)
             if body < 1:
                 raise UsageError(f"the sequence length is {length}", f"more than the {length - body} special tokens")

@@ -59,6 +59,15 @@ class NonFiniteError(DepthprobeError):
     """An activation is infinite or not a number."""
 
     @classmethod
+    def of_change(cls, what: str, dtype: str, sequence: int) -> NonFiniteError:
+        """The error for what a model gives on a state that is not its own."""
+        return cls(
+            f"{what} is not finite ({dtype}, sequence {sequence})",
+            "finite activations",
+            "leave it out" if dtype == "float32" else "try --dtype float32",
+        )
+
+    @classmethod
     def in_block(cls, block: int, unit: str, dtype: str, sequence: int, position: int) -> NonFiniteError:
         """The error for what one unit of a block wrote."""
         return cls(

@@ -49,7 +49,7 @@ def growth(name: str, fits: str | None = None) -> Measure:
     def measure(report: Report) -> Interval | str:
         found, r2 = report.growth.get(name), report.growth.get(fits) if fits else None
         if not found or found.get("value") is None:
-            return "the stream's norm does not change" if report.growth else "growth was not measured"
+            return "the stream's norm does not grow" if report.growth else "growth was not measured"
         if fits and (r2 is None or r2 < FITS):
             return (
                 f"no power law fits the growth (R² {'unknown' if r2 is None else format(r2, '.2f')}, {FITS:g} needed)"
@@ -136,7 +136,11 @@ def rho_slope(report: Report) -> Interval | str:
 def gradient_ratio(report: Report) -> Interval | str:
     """The gradient of the median token at x_1 over that at x_L."""
     found = report.gradients.get("ratio_median")
-    return _interval(found) if found else "the loss's gradients were not measured"
+    if found:
+        return _interval(found)
+    measured = report.gradients.get("loss") is not None
+    why = "the median token has no gradient at x_L, where few positions have a loss" if measured else ""
+    return why or "the loss's gradients were not measured"
 
 
 def weight_ratio(report: Report) -> Interval | str:
@@ -147,7 +151,8 @@ def weight_ratio(report: Report) -> Interval | str:
     names = [name for name in dict.fromkeys(rows["unit"]) if str(name).startswith(f"{module}.")]
     matrices = [name for name in names if str(name).endswith("weight")]
     if not matrices:
-        return "no gradient of the MLP's second matrix was measured"
+        told = f": {module}, which writes its update, has no weights" if module and len(rows) else ""
+        return f"no gradient of the MLP's second matrix is known{told}"
     rows = rows[rows["unit"] == matrices[-1]].sort_values("layer")
     return _over(_row(rows.iloc[0]), _row(rows.iloc[-1]))
 

@@ -51,4 +51,5 @@ def fresh_twin(checkpoint: Checkpoint, seed: int) -> Checkpoint:
         torch.set_rng_state(before)
     twin.to(checkpoint.device).eval()
     note = f"a random initialisation of the configuration of {checkpoint.source}, seed {seed}"
-    return replace(checkpoint, model=twin, name=f"{checkpoint.name}-fresh", notes=(note,))
+    # its weights are all in memory, whatever was done with those of the checkpoint
+    return replace(checkpoint, model=twin, name=f"{checkpoint.name}-fresh", notes=(note,), offload=None)

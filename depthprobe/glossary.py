@@ -273,7 +273,8 @@ _ALL = (
         "cross_share",
         "share of the growth that comes from aligned updates",
         "2 Σ ⟨u, s⟩ / (‖x_L‖² - ‖x_0‖²), from ‖x_L‖² = ‖x_0‖² + Σ ‖u‖² + 2 Σ ⟨u, s⟩",
-        "0: uncorrelated updates, growth like √l; towards 1: aligned updates, growth like l.",
+        "0: uncorrelated updates, growth like √l; towards 1: aligned updates, growth like l. Only where the stream "
+        "grows.",
         "",
         "report",
     ),

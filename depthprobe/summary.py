@@ -30,8 +30,7 @@ def layers_table(measured: Measured, resampler: Resampler) -> pd.DataFrame:
         for k, ((metric, unit, layer), n) in enumerate(zip(keys, counts.tolist(), strict=True))
     ]
     rows += [
-        (p.layer, "block", p.metric, p.interval.value, p.interval.low, p.interval.high, measured.means.sequences)
-        for p in measured.pooled
+        (p.layer, "block", p.metric, p.interval.value, p.interval.low, p.interval.high, p.n) for p in measured.pooled
     ]
     table = pd.DataFrame(rows, columns=["layer", "unit", "metric", "value", "ci_low", "ci_high", "n"])
     order = pd.DataFrame(
@@ -58,6 +57,8 @@ def pairs_table(measured: Measured, resampler: Resampler) -> pd.DataFrame:
 def growth(means: PerSequence, blocks: int, resampler: Resampler) -> dict[str, Any]:
     """Why the stream grows: ‖x_L‖² = ‖x_0‖² + Σ‖Δ‖² + 2Σ⟨Δ, x⟩ term by term, its power and its rate.
 
+    A stream that does not grow, in the mean or in any resample, has no share of growth that comes from anything.
+
     Returns:
         cross_share, growth_power, growth_rate, update_growth_rate (value with interval, None where it has no
         meaning), r2_power, r2_rate, r2_update, and `decomposition` with one entry a state.
@@ -75,8 +76,9 @@ def growth(means: PerSequence, blocks: int, resampler: Resampler) -> dict[str, A
     depth = np.arange(1.0, blocks + 1)
     found: dict[str, Any] = {"cross_share": None, "growth_power": None, "growth_rate": None, "update_growth_rate": None}
     found |= {"r2_power": None, "r2_rate": None, "r2_update": None}
-    gained = abs(float((energy[:, -1] - energy[:, 0]).mean()))
-    if gained > 1e-6 * float(energy.mean()):
+    gained = (energy[:, -1] - energy[:, 0])[:, None]
+    drawn = resampler.replicates(gained) if resampler.clusters > 1 else gained.mean(axis=0)
+    if min(drawn.min(), gained.mean()) > 1e-6 * float(energy.mean()):
         found["cross_share"] = _plain(resampler.function(np.hstack([energy, cross]), share))
     if blocks >= 2 and bool((norms[:, 1:].mean(axis=0) > 0).all()):
         found["growth_power"] = _plain(resampler.function(norms[:, 1:], lambda m: _slope(np.log(depth), np.log(m))))

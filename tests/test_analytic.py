@@ -90,6 +90,21 @@ class TestGrowth:
         """A small x_0 along one axis."""
         return 1e-3 * basis(0).expand(6, 10, WIDTH).contiguous()
 
+    def test_a_stream_that_shrinks_has_no_share_of_growth(self) -> None:
+        """Its updates point against it, and 2 Σ⟨Δ, x⟩ over a loss of norm would be above 1."""
+        report = analyze([lambda x: -0.2 * x + 0.3 * basis(1)] * 4, states() * 10)
+        parts = report.growth["decomposition"]
+        assert parts[-1]["stream"] < parts[0]["stream"]
+        assert report.growth["cross_share"] is None
+
+    def test_nor_has_one_that_may_do_either(self) -> None:
+        """Half of the sequences grow, and the others shrink."""
+        start = states()
+        start[:, 0, 0] = torch.tensor([1.0, -1.0]).repeat(len(start))[: len(start)]
+        report = analyze([lambda x: 0.1 * x[:, :1, :1].sign() * x] * 2, start)
+        assert report.growth["growth_rate"]["value"] == pytest.approx(1, abs=0.05)
+        assert report.growth["cross_share"] is None
+
     def test_orthogonal_updates_of_equal_size(self) -> None:
         report = analyze([lambda x, l=l: basis(l + 1).expand_as(x) for l in range(self.BLOCKS)], self.start())
         assert column(report, "residual_norm")[1:] == pytest.approx(np.sqrt(np.arange(1, self.BLOCKS + 1)), rel=1e-5)
@@ -132,7 +147,9 @@ class TestGrowth:
             assert part["start"] + part["updates"] + part["cross"] == pytest.approx(part["stream"], rel=1e-5)
         assert parts[0]["updates"] == parts[0]["cross"] == 0
         gained = parts[-1]["stream"] - parts[0]["stream"]
-        assert report.growth["cross_share"]["value"] == pytest.approx(parts[-1]["cross"] / gained, rel=1e-6)
+        share = report.growth["cross_share"]
+        assert (share is None) == (gained < 0)
+        assert share is None or share["value"] == pytest.approx(parts[-1]["cross"] / gained, rel=1e-6)
 
 
 class TestDirection:

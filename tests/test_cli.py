@@ -122,6 +122,20 @@ def test_models_of_one_name_do_not_overwrite_each_other(
     assert run("analyze", "b/last", *data, *QUICK, "--out", "reports/last") == 0  # asked for by its name
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_a_report_that_cannot_be_read_is_not_cured_by_the_same_command(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], several: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reports/tiny").mkdir(parents=True)
+    (tmp_path / "reports/tiny/report.json").write_text("{")
+    specs = [folder / "tiny", folder / "nowhere"] if several else [folder / "tiny"]
+    assert run("analyze", *specs, "--data", folder / "ids.npy", *QUICK) == 1
+    said = "".join(capsys.readouterr())
+    assert "reports/tiny holds a report that cannot be read; remove it, or choose another --out" in said
+    assert "run `depthprobe analyze` again" not in said
+
+
 @pytest.fixture
 def kept_threads() -> Iterator[None]:
     """Leave torch's threads to the other tests as they were."""
@@ -196,6 +210,7 @@ def test_help_is_quick() -> None:
         (["TINY", "--data", "ROOT/ids.npy", "--skip-first", "-1"], 2, "skip-first"),
         (["TINY", "--data", "ROOT/ids.npy", "--lens-positions", "-1"], 2, "lens-positions"),
         (["TINY", "--data", "ROOT/ids.npy", "--gradient-tokens", "-1"], 2, "gradient-tokens"),
+        (["TINY", "--data", "ROOT/ids.npy", "--ablation-tokens", "0"], 2, "--no-ablations"),
         (["TINY", "--data", "ROOT/ids.npy", "--dtype", "float8"], 2, "float8"),
         (["TINY", "--data", "ROOT/ids.npy", "--bos", "maybe"], 2, "maybe"),
         (["TINY", "--data", "ROOT/ids.npy", "--figures", "pdf"], 2, "png or svg"),

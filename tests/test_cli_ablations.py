@@ -129,6 +129,36 @@ class TestAblate:
         assert "0 (1+2) 3" in set(table["schedule"])
         assert "ablations" in (out / "report.html").read_text().lower()
 
+    def test_joins_what_is_of_the_same_tokens_and_positions_and_says_before_it_replaces(
+        self, folder: Path, analyzed: Path, tmp_path: Path, capsys: Captured
+    ) -> None:
+        out = copied(analyzed, tmp_path / "report")
+        given = ("ablate", folder / "tiny", "--data", folder / "ids.npy", "--out", out)
+
+        def work() -> dict[str, int]:
+            merging = json.loads((out / "report.json").read_text())["merging"]
+            return {name: merging[name] for name in ("evaluations", "plain_evaluations")}
+
+        assert run(*given, "--kinds", "skip,merge,swap", "--no-controls") == 0
+        first, spent = ablations(out), work()
+        assert run(*given, "--schedule", "0 (1+2) 3", "--schedule", "0 2 1 3", "--schedule", "0 1 2 3 3") == 0
+        both = ablations(out)
+        # a merge and a swap that one's own schedules repeat are still a merge and a swap
+        pd.testing.assert_frame_equal(both[both["kind"] != "custom"].reset_index(drop=True), first)
+        assert len(both) == len(first) + 3 * len(METRICS)
+        assert all(work()[name] > spent[name] for name in spent), "of all that is in the table"
+        again = work()
+        assert run(*given, "--schedule", "0 2 1 3") == 0
+        assert len(ablations(out)) == len(both), "measured again, not twice"
+        assert work()["evaluations"] > again["evaluations"]
+        assert "these replace them" not in capsys.readouterr().err
+        # other positions, though of the same text: one's own draw, or another share
+        for more in (["--seed", "1"], ["--score-positions", "0.5"]):
+            assert run(*given, "--kinds", "skip", "--no-controls", *more) == 0
+            said = capsys.readouterr().err
+            assert said.index("these replace them") < said.index("Ablations: ")
+            assert set(ablations(out)["kind"]) == {"skip"}
+
     def test_makes_a_report_where_there_is_none(
         self, folder: Path, analyzed: Path, tmp_path: Path, capsys: Captured
     ) -> None:

@@ -167,6 +167,22 @@ def test_resume(trained: Path, text: Path, capsys: Captured) -> None:
     assert "another lr" in failure(capsys, 1, *again, "--resume", "--lr", "0.02")
 
 
+def test_an_interrupt_says_whether_there_is_anything_to_go_on_from(
+    trained: Path, text: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("depthprobe.lab.training.train", stop)
+    for kept in (False, True):
+        out = tmp_path / str(kept)
+        out.mkdir()
+        if kept:
+            (out / "state.pt").touch()
+        said = failure(capsys, 130, "train", *SMALL, *SHORT, "--data", text, "--out", out)
+        assert ("--resume goes on" if kept else "nothing is kept") in said
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

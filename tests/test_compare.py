@@ -332,6 +332,15 @@ def test_what_is_unfair_is_said(change, words) -> None:
     assert "a" in found[0]
 
 
+def test_gradients_of_sequences_of_another_length_are_unfair() -> None:
+    """A token's share of the loss goes with one over their length."""
+    a, b = named(sloped(sample()), "a"), named(sloped(sample()), "b")
+    assert depthprobe.compare(a, b).warnings == []
+    shorter = replace(b, gradients={**b.gradients, "tokens": b.gradients["tokens"] // 4})
+    (found,) = depthprobe.compare(a, shorter).warnings
+    assert found.startswith("Gradients taken on different texts: ")
+
+
 def test_a_fair_comparison_has_no_warning() -> None:
     assert depthprobe.compare(named(sample(), "a"), named(sample(post=True), "b")).warnings == []
 

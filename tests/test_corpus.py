@@ -70,6 +70,32 @@ def test_documents_are_those_that_hold_most_of_a_sequence(plain):
     assert read([TEXT, TEXT], plain, tokens=64, seq_len=32).documents is None
 
 
+@pytest.mark.parametrize("blank", ["", " \n\t "])
+def test_special_tokens_are_those_of_a_text_whatever_the_first_document_is(blank):
+    """Datasets begin with empty rows, and what is put around nothing cannot be told apart from it."""
+    for tokenizer in (byte_level(bos=True), bert()):
+        given = {"tokens": 64, "seq_len": 16}
+        with_blank, without = (read(texts, tokenizer, **given) for texts in ([blank, TEXT, TEXT], [TEXT, TEXT]))
+        assert with_blank.inputs.tolist() == without.inputs.tolist()
+        assert with_blank.bos == without.bos
+        assert "starts with" in with_blank.bos
+
+
+def test_ids_with_padding_are_refused():
+    tokenizer = bert()
+    tokenizer.pad_token = "[PAD]"
+    pad, ids = tokenizer.pad_token_id, np.arange(5, 45).reshape(5, 8)
+    assert read(ids, tokenizer).sequences == 5
+    for place in (-1, 0):
+        padded = ids.copy()
+        padded[1:3, place] = pad
+        with pytest.raises(CorpusError, match=rf"2 of 5 sequences begin or end with padding \(id {pad}\)"):
+            read(padded, tokenizer)
+        assert read(padded, None).sequences == 5  # nothing says that it is padding
+    tokenizer.eos_token = tokenizer.pad_token  # as GPT-2 users do
+    assert read(padded, tokenizer).sequences == 5
+
+
 def test_one_bos_where_the_tokenizer_wants_one_and_no_trailing_eos():
     tokenizer = byte_level(bos=True)
     corpus = read([TEXT, TEXT], tokenizer, tokens=64, seq_len=16)

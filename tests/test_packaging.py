@@ -27,7 +27,7 @@ LAYERS = (
     {"offload", "placement"},
     {"glossary", "estimate", "documents", "formats", "fingerprint"},
     {"contrast"},
-    {"conversions"},
+    {"conversions", "arrays"},
     {"checkpoint", "corpus"},
     {"fresh"},
     {"blocks"},

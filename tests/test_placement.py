@@ -35,6 +35,7 @@ from depthprobe.ablations.units import Units
 from depthprobe.corpus import Corpus
 from depthprobe.errors import CheckpointError, UsageError
 from depthprobe.fingerprint import fingerprint
+from depthprobe.fresh import fresh_twin
 from depthprobe.lab import LabConfig
 from depthprobe.lab.model import LabForCausalLM
 from depthprobe.measure import Settings, measure
@@ -461,7 +462,15 @@ class TestWhatIsRefused:
         with pytest.raises(SystemExit) as stopped:
             cli.main([command, *where, *more, "--device-map", json.dumps(DISK)])
         assert stopped.value.code == 2
-        assert "offloaded; expected all weights in memory" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "offloaded; expected all weights in memory" in said
+        assert "measuring first" not in said  # what would be thrown away
+
+    def test_a_random_twin_is_no_part_of_it(self, folders: dict[str, Path]) -> None:
+        """Its fingerprint is of its own weights, though those of the checkpoint were placed."""
+        placed = load(folders["gpt2"], device_map=DISK)
+        twins = [fresh_twin(placed, seed) for seed in (0, 1)]
+        assert len({fingerprint(twin.model, twin.offload) for twin in (placed, *twins)}) == 3
 
 
 def test_the_command_line_says_how_many_bytes(
@@ -479,6 +488,7 @@ def test_the_command_line_says_how_many_bytes(
     report = Report.load(tmp_path / "out")
     assert Report.from_json(report.to_json()).merging["fetched"] == report.merging["fetched"]
     fetched = report.merging["fetched"]
+    assert fetched["bytes"] == fetched["planned"], "what tells the weights apart is no part of the work"
     words = f"{fetched['bytes'] / 1024:.3g} KiB in 1 chunk of the text"
     assert words in (tmp_path / "out" / "report.html").read_text()
     assert "Fetched" in screen

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from sklearn.linear_model import Ridge
 from sklearn.model_selection import PredefinedSplit
 from torch import Tensor, nn
 
+from depthprobe.errors import NonFiniteError
 from depthprobe.estimate import PerSequence
 from depthprobe.measure import Measured, Settings, measure
 from depthprobe.prepare import prepare
@@ -19,6 +22,7 @@ from depthprobe.probes import Batch
 from depthprobe.probes.base import key_rng, mean_tokens, median_tokens
 from depthprobe.probes.interaction import foreign_state
 from depthprobe.probes.kept import Pooled, analyze_kept, rounding_floors
+from depthprobe.probes.pooled import fitted
 from depthprobe.probes.similarity import KeptStates
 
 Floats = NDArray[np.float64]
@@ -203,6 +207,66 @@ class TestForeignState:
         assert not any(torch.allclose(whole, other) for other in others)
         assert key_rng(0, 1, 2).random() == key_rng(0, 1, 2).random()
         assert len({key_rng(*key).random() for key in ((0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 1, 0))}) == 4
+
+
+class TestWhatIsNotFinite:
+    """A change that overflows is an error, and no sequence that was not measured."""
+
+    @pytest.mark.parametrize("times", [2, 3])
+    def test_interaction(self, times: int) -> None:
+        """The second block is run as it is, then without the first one's update, then on the control's state."""
+        model, inputs = build("llama"), ids(6, 20)
+        _, corpus, anatomy = prepare(model, inputs, device="cpu")
+        seen: list[int] = []
+
+        def overflow(module: nn.Module, given: Any, out: Tensor) -> Tensor:
+            seen.append(1)
+            return out * torch.inf if len(seen) == times else out
+
+        hook = anatomy.stream.blocks.modules[1].mlp.register_forward_hook(overflow)
+        with pytest.raises(NonFiniteError, match=r"block 1's update without that of block 0 .*float32, sequence 0"):
+            measure(anatomy, corpus, Settings(lens_positions=0))
+        hook.remove()
+
+    def test_lens(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        _, corpus, anatomy = prepare(build("llama"), ids(6, 20), device="cpu")
+        kind, plain, seen = type(anatomy.stream), anatomy.stream.readout, []
+
+        def overflow(stream: Any, *given: Any) -> Tensor:
+            seen.append(1)  # x_3 comes first, x_0 last
+            return plain(*given) * (torch.nan if len(seen) == 4 else 1)
+
+        monkeypatch.setattr(kind, "readout", overflow)
+        with pytest.raises(NonFiniteError, match=r"the logit lens reads from x_0 \(lens_kl\)"):
+            measure(anatomy, corpus, Settings(interaction=False, lens_positions=12))
+
+
+class TestCounts:
+    def test_pooled_metrics_say_on_how_many_sequences_they_rest(self) -> None:
+        """The sample has 16 positions of each at least, and so not all of many sequences."""
+        report = analyze(build("llama"), data=ids(40, 20), device="cpu")
+        kept = KeptStates(40, 20, 1, 64, seed=0)
+        assert len(kept.slots) == 4
+        values = report.layers.set_index("metric")["n"]
+        assert set(values["cka_adjacent"]) == {40}
+        x, y = states(sequences=4)
+        assert {one.n for one in pooled(x, y)[0].values()} == {4}
+
+    def test_no_interval_goes_beyond_1(self) -> None:
+        x, _ = states()
+        found = pooled(x, x + 1e-3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1)))[0]
+        assert all(one.interval.high <= 1 for one in found.values())
+        assert found["cka_adjacent"].interval.value > 0.999
+
+    def test_the_smallest_fold_decides_whether_there_are_enough_tokens(self) -> None:
+        """Six sequences in five folds: one of them leaves out two."""
+        assert fitted((0, 10, 20, 30, 40, 50, 60)) == 40
+        assert fitted((0, 30, 40, 50, 60, 70)) == 40
+        x, y = states(sequences=6, positions=11, width=12)  # 4/5 of 66 tokens are 52, and four sequences have 44
+        assert "linearity" not in pooled(x, y)[0]
+        assert "the sample has 44" in pooled(x, y)[2][0]
+        x, y = states(sequences=6, positions=12, width=12)
+        assert "linearity" in pooled(x, y)[0]
 
 
 class TestReductions:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -204,6 +205,35 @@ def test_commands_that_divide_nothing_take_no_notice(
     assert status("metrics", "update_ratio") == 0
     assert status("--version") == 0
     assert "update_ratio" in capsys.readouterr().out
+
+
+def test_checkpoints_are_not_compared_by_several(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each would measure all of it, and write over the others' files."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.chdir(tmp_path)
+    assert status("compare", root / "gpt2", root / "post") == 2
+    assert "several processes compare" in capsys.readouterr().err
+    assert not (tmp_path / "reports" / "gpt2").exists()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="torchrun needs libuv there")
+def test_a_checkpoint_that_fails_leaves_the_comparison_to_the_others(root: Path, tmp_path: Path) -> None:
+    """By torchrun, which ends all processes as soon as one has ended with an error."""
+    shutil.copytree(root / "gpt2", tmp_path / "other")
+    given = ["analyze", root / "gpt2", tmp_path / "other", root / "nowhere", "--data", root / "two.npy", *SMALL]
+    quick = ["--no-ablations", "--gradient-tokens", "0", "--depth-tokens", "0", "--out", tmp_path / "out"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    made = subprocess.run(
+        [*map(str, [*torchrun, "-m", "depthprobe", *given, *quick])],
+        text=True, capture_output=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert made.returncode != 0
+    assert (tmp_path / "out" / "compare" / "compare.json").exists(), made.stderr
+    assert "1 of 3 failed, as nowhere" in made.stderr
+    assert "told to end" not in made.stderr
 
 
 def test_processes_share_gpus_where_there_are_too_few(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,6 +176,12 @@ def test_m1_small_falling_and_below_its_control() -> None:
     assert one(small, "M1", "error falls")["verdict"] == "contradicted"
 
 
+def test_m1_an_error_of_exactly_0_is_small() -> None:
+    """Blocks that write nothing."""
+    found = one(verdict([case(shaped(sample(), "interaction_error", lambda l: 0.0))]), "M1", "error is small")
+    assert found["verdict"] == "supported"
+
+
 def test_what_is_rounding_alone_is_not_judged() -> None:
     coarse = half()
     coarse = replace(coarse, resolution={**coarse.resolution, "interaction_error": 0.9})

@@ -122,7 +122,9 @@ def choose_drops(
     return [Choice(n, c, float(kl[k]), float(loss[k])) for k, (n, c) in enumerate(choices.items())]
 
 
-def write_pruned(anatomy: Anatomy, schedule: Schedule, folder: Path, inputs: Tensor, source: str) -> float:
+def write_pruned(
+    anatomy: Anatomy, schedule: Schedule, folder: Path, inputs: Tensor, source: str, trust_remote_code: bool = False
+) -> float:
     """Write the schedule as a checkpoint, load it again, and compare its output with the schedule's.
 
     Args:
@@ -131,6 +133,7 @@ def write_pruned(anatomy: Anatomy, schedule: Schedule, folder: Path, inputs: Ten
         folder: where to; must not exist, or be empty.
         inputs: ids `[batch, tokens]` to compare on.
         source: what the card names as the origin.
+        trust_remote_code: run Python code that comes with the checkpoint, as it was run to load it.
 
     Returns:
         ‖a − b‖ / ‖b‖ of the worst sequence.
@@ -161,7 +164,9 @@ def write_pruned(anatomy: Anatomy, schedule: Schedule, folder: Path, inputs: Ten
             if checkpoint.tokenizer is not None:
                 checkpoint.tokenizer.save_pretrained(staging)
         (staging / "README.md").write_text(_card(checkpoint, schedule, order, source), encoding="utf-8")
-        again = load(staging, device=str(checkpoint.device), dtype=checkpoint.dtype)
+        again = load(
+            staging, device=str(checkpoint.device), dtype=checkpoint.dtype, trust_remote_code=trust_remote_code
+        )
         with torch.no_grad():
             output = again.model(input_ids=inputs)
         found = output.logits if hasattr(output, "logits") else output.last_hidden_state

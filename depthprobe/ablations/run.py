@@ -178,12 +178,13 @@ def sweep(
     units = Units(anatomy, tick)
     for schedule in schedules:
         units.check(schedule)
-    started, fetched = time.perf_counter(), offload.fetched if offload else 0
+    started = time.perf_counter()
     watched = skip_first is not None and not reason_against(anatomy, corpus.tokens, skip_first)
     later = Later(len(stream), corpus.sequences, skip_first or 0) if watched else None
     plan = Plan.of(schedules, len(stream)) if offload and offload.any else None
     together = 1 if plan is None else settings.batches_at_once(anatomy, corpus, plan, step)
     identity = None if resume is None else _identity(anatomy, corpus, schedules, settings, step, unigram)
+    fetched = offload.fetched if offload else 0  # once the identity has looked at every weight
     with dealt(corpus.sequences) as mine:
         store = None if resume is None or identity is None else Store(resume, identity)
         rows += [slice(row, min(row + step, mine.stop)) for row in mine[::step]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -121,7 +121,7 @@ def ablate(
     if out is not None:
         told(partial(check_writable, out))
 
-    from depthprobe.ablation import default_schedules, run_ablations, sweep_cost
+    from depthprobe.ablation import default_schedules, place_of, run_ablations, sweep_cost
     from depthprobe.ablations.run import SweepSettings
     from depthprobe.ablations.schedule import parse
     from depthprobe.ablations.units import Units
@@ -149,6 +149,7 @@ def ablate(
     target = folder_of(model, out)
     told(lambda: check_writable(target))
     report = existing_report(model, corpus, anatomy, target, seed)
+    beside = _joins(report, place_of(corpus, settings, anatomy.objective == "masked"))  # before the work, not after
     total, cost = sweep_cost(anatomy, corpus, chosen)
     say(f"Ablations: {cost}")
     kept = target / ".chunks"
@@ -159,7 +160,7 @@ def ablate(
             found = run_ablations(anatomy, corpus, chosen, settings, progress, kept, report.layers, report.pairs)
     except KeyboardInterrupt:
         raise InterruptedRunError("interrupted", fix="finished chunks are kept, --resume goes on") from None
-    report = _joined(report, found)
+    report = _joined(report, found, beside)
     path = told(lambda: report.save(target, figures))  # type: ignore[arg-type]
     told(lambda: shutil.rmtree(kept, ignore_errors=True))
     show(report, saved=path)
@@ -167,27 +168,44 @@ def ablate(
         show_schedules(found.table)
 
 
-def _joined(report: Report, found: Ablations) -> Report:
-    """The report with these ablations beside its own, if those were made on the same text, or instead of them."""
-    import pandas as pd
-
+def _joins(report: Report, place: dict[str, Any]) -> bool:
+    """Whether ablations made there can stand beside the report's own; says so if they take their place."""
     from depthprobe.progress import say
+
+    before, unlike = report.merging, {"corpus"}
+    if not before:
+        return False
+    odd = [name for name, value in place.items() if name not in unlike and before.get(name) != value]
+    if odd:
+        count = report.ablations[["schedule", "combine"]].drop_duplicates().shape[0]
+        words = ", ".join(f"{_WORDS.get(name, name)} {before.get(name, 'not said')}, here {place[name]}" for name in odd
+                          if name not in ("sha256", "ids")) or "another text"  # fmt: skip
+        say(f"The report's ablations ({count} schedules) are of other tokens or positions ({words}): these replace "
+            "them. --out elsewhere keeps them.")  # fmt: skip
+    return not odd
+
+
+def _joined(report: Report, found: Ablations, beside: bool) -> Report:
+    """The report with these ablations beside its own, or instead of them."""
+    import pandas as pd
 
     table, merging, before = found.table, found.merging, report.merging
     if merging["corpus"] != report.corpus["name"]:
         other = f"The changed models ran on {merging['corpus']}, the unmodified one on {report.corpus['name']}."
         merging = {**merging, "proxies": [], "notes": [*merging["notes"], other]}
-    same = ("sha256", "sequences", "tokens", "score_positions")
-    if before and all(before.get(name) == merging[name] for name in same):
-        key = ["schedule", "combine", "metric"]
+    if beside:
+        key = ["kind", "schedule", "combine", "metric"]
         again = report.ablations.set_index(key).index.isin(table.set_index(key).index)
         table = pd.concat([report.ablations[~again], table], ignore_index=True)
-        merging = {
+        spent = {name: before[name] + merging[name] for name in ("evaluations", "plain_evaluations", "seconds")}
+        merging = {name: before[name] for name in ("later",) if name in before} | {
             **merging,
+            **spent,
             "rho": merging["rho"] or before["rho"],
             "proxies": merging["proxies"] or before["proxies"],
         }
-    elif before:
-        say("The report's earlier ablations were made on other tokens or positions: these replace them.")
     run = {**report.run, "ablation_command": command_line()}
     return replace(report, ablations=table, merging=merging, run=run)
+
+
+_WORDS = {"score_positions": "share of positions", "tokens": "tokens a sequence"}

@@ -140,6 +140,8 @@ def analyze(
 
     settings = Settings(skip_first, size, seed, interaction, lens_positions)
     settings.check()
+    if ablation_tokens < 2:
+        raise UsageError(f"--ablation-tokens {ablation_tokens}", "2 or more", "use --no-ablations for none")
     if gradient_tokens < 0:
         raise UsageError(f"--gradient-tokens {gradient_tokens}", "0 or more")
     if depth_tokens < 0:

@@ -121,6 +121,7 @@ def depth(
         shortened,
         with_phases,
     )
+    from depthprobe.offload import refuse_offloaded
     from depthprobe.prepare import prepare
     from depthprobe.progress import Bar, say
     from depthprobe.report.screen import show, show_depth
@@ -133,6 +134,7 @@ def depth(
     say(f"Loading {checkpoint}")
     more = given | {"tokens": SPREAD * tokens, "usual_len": SEQ_LEN}
     model, corpus, anatomy = prepare(checkpoint, data, **more)
+    refuse_offloaded(model.offload, "effective depth was asked")
     units = len(units_of(anatomy, unit))  # before anything is measured
     part = shortened(corpus, tokens, seq_len or SEQ_LEN)
     settings.check(part)

@@ -26,7 +26,6 @@ def folder_of(model: Checkpoint, out: Path | None) -> Path:
         OutputError: it holds one. What is named by `out` is taken as it is.
     """
     from depthprobe.processes import told
-    from depthprobe.report import Report
 
     if out is not None:
         return out
@@ -35,13 +34,25 @@ def folder_of(model: Checkpoint, out: Path | None) -> Path:
     def check() -> None:
         if not (target / "report.json").exists():
             return
-        theirs = Report.load(target).model
+        theirs = _readable(target).model
         there, here = _origin(theirs.get("source"), theirs.get("revision")), _origin(model.source, model.revision)
         if there != here:
             raise OutputError(f"{target} holds the report of {there}, and this is {here}", fix="choose another --out")
 
     told(check)
     return target
+
+
+def _readable(target: Path) -> Report:
+    """The report that is there. A command that is to write one must not advise to run it again."""
+    from depthprobe.report import Report
+
+    try:
+        return Report.load(target)
+    except OutputError as error:
+        raise OutputError(
+            f"{target} holds a report that cannot be read", fix="remove it, or choose another --out"
+        ) from error
 
 
 def _origin(source: Any, revision: Any) -> str:
@@ -105,11 +116,10 @@ def finished_report(
     Raises:
         OutputError: the report there cannot be read, or is of other weights, another text or other options.
     """
-    from depthprobe.report import Report
 
     if not (target / "report.json").exists():
         return None
-    report = Report.load(target)
+    report = _readable(target)
     theirs: dict[str, Any] = report.run.get("options") or {}
     idle = _NO_MATTER if options["ablations"] else _NO_MATTER | {"ablation_tokens"}
     pairs = {name: (theirs.get(name, "not said"), value) for name, value in options.items() if name not in idle}
@@ -136,7 +146,7 @@ def _identity(report: Report, model: Checkpoint, corpus: Corpus) -> dict[str, tu
         "sequences": corpus.sequences,
         "tokens": corpus.tokens,
         "bos": corpus.bos,
-        "first_ids": [] if corpus.is_states else corpus.inputs[0, :16].tolist(),  # another tokenizer
+        "first_ids": corpus.first_ids,  # another tokenizer
     }
     words = {"fingerprint": "fingerprint of the weights", "sha256": "sha256 of the text", "tokens": "tokens a sequence"}
     return {

@@ -100,6 +100,7 @@ def gradients(
 
     from depthprobe.fresh import fresh_twin
     from depthprobe.gradient import GradientSettings, gradients_cost, joined, run_gradients
+    from depthprobe.offload import refuse_offloaded
     from depthprobe.prepare import prepare
     from depthprobe.progress import Bar, say
     from depthprobe.report.screen import show
@@ -109,6 +110,8 @@ def gradients(
     settings.check()
     say(f"Loading {checkpoint}")
     model, corpus, anatomy = prepare(checkpoint, data, **given)
+    if not fresh:
+        refuse_offloaded(model.offload, "gradients were asked for")
     if fresh:
         model, corpus, anatomy = prepare(fresh_twin(model, seed), corpus)
     settings.cotangents(anatomy, corpus)  # before anything is measured

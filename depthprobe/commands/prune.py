@@ -99,8 +99,8 @@ def prune(
             print(f"  {choice.name:<17} drops {blocks}: KL {choice.kl:.3f}, loss {choice.delta_loss:+.3f} nats")
         chosen = skip(len(anatomy.stream), choices[0].blocks)
     inputs = corpus.inputs[:2].to(model.device)
-    difference = write_pruned(anatomy, chosen, out, inputs, model.source)
-    pruned = load(out, device=str(model.device))
+    difference = write_pruned(anatomy, chosen, out, inputs, model.source, trust_remote_code)
+    pruned = load(out, device=str(model.device), trust_remote_code=trust_remote_code)
     before, after = timed_forwards([model.model, pruned.model], inputs)
     print(f"{out}: blocks {chosen}; output differs from the schedule's by {difference:.1e}")
     if anatomy.objective == "causal" and anatomy.reads_positions_apart:

@@ -93,14 +93,16 @@ def analyze_several(specs: Sequence[str], asked: Request, out: Path, *, compare:
             say(f"{place} of {len(chosen)}: {spec}")
             rows.append(_attempt(name, spec, asked, out / name, debug))
             _let_go()
-        rows += _compared([out / row.name for row in rows if row.code == 0], asked, out / COMPARISON, compare, debug)
+        done = [out / row.name for row in rows if row.code == 0]
+        # told: a process that has nothing to compare must not end, with an error, before the first one has compared
+        rows += told(lambda: _compared(done, asked, out / COMPARISON, compare, debug))
     except KeyboardInterrupt as stopped:
         finished, begun = ", ".join(row.name for row in rows if row.code == 0), "".join(stopped.args[:1])
         if not finished:
             raise InterruptedRunError("interrupted", fix=begun or "nothing was written") from None
         fix = "; ".join(filter(None, (begun, "the same command goes on from there")))
         raise InterruptedRunError(f"interrupted; finished are {finished}, in {out}", fix=fix) from None
-    _show(rows)
+    told(lambda: _show(rows))
     if failed := [row for row in rows if row.code]:
         first = f"{failed[0].name}: {failed[0].cause}"
         error = DepthprobeError(f"{len(failed)} of {len(rows)} failed, {'as' if len(failed) == 1 else 'first'} {first}")
@@ -164,11 +166,8 @@ def _compared(folders: Sequence[Path], asked: Request, out: Path, wanted: bool, 
         say(f"No comparison: {len(folders) or 'none'} of the checkpoints was finished, and it takes two.")
         return []
     from depthprobe.comparison import compare
-    from depthprobe.processes import first
     from depthprobe.report.compare_screen import show_comparison
 
-    if not first():
-        return []
     try:
         comparison = compare(*folders, command=command_line())
         path = comparison.save(out, asked.figures)  # type: ignore[arg-type]

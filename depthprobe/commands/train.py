@@ -210,7 +210,10 @@ def train(
                 progress=progress, command=command_line(),
             )  # fmt: skip
     except KeyboardInterrupt:
-        last = f"the state of the last validation is kept in {out}, --resume goes on"
+        kept = (out / "state.pt").exists()
+        last = f"the state of the last validation is kept in {out}, --resume goes on" if kept else (
+            "it was before the first validation, so that nothing is kept; --resume begins anew"
+        )  # fmt: skip
         raise InterruptedRunError("interrupted", fix=last) from None
     if announced()[0] > 0:
         return

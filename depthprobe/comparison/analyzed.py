@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any
 
 from depthprobe.analysis import analyze
 from depthprobe.corpus import Corpus
-from depthprobe.errors import OutputError
+from depthprobe.errors import OutputError, UsageError
 from depthprobe.fingerprint import fingerprint
 from depthprobe.measure import Progress
 from depthprobe.prepare import prepare
+from depthprobe.processes import announced
 from depthprobe.report import Report
 
 __all__ = ["Analyzer"]
@@ -21,6 +23,8 @@ __all__ = ["Analyzer"]
 Watch = Callable[[str], Progress]
 _ANALYZING = ("skip_first", "interaction", "lens_positions", "ablations", "ablation_tokens", "gradient_tokens",
               "depth_tokens")  # fmt: skip
+_DEFAULTS = inspect.signature(analyze).parameters
+_TEXT = ("sha256", "sequences", "tokens", "bos", "first_ids")
 
 
 class Analyzer:
@@ -33,14 +37,19 @@ class Analyzer:
 
     def __call__(self, source: str, folder: str | None) -> tuple[Report, str]:
         """The report of a checkpoint, from `folder` below the reports or its own name there, and how it was got."""
+        if announced()[1] > 1:  # each process would measure all of it, and write over the others' files
+            raise UsageError(
+                f"several processes compare {source}, which has no report yet", "folders with reports",
+                "analyze it first, with as many processes, and then compare in one",
+            )  # fmt: skip
         preparing = {name: value for name, value in self.options.items() if name not in _ANALYZING}
         checkpoint, corpus, _ = prepare(source, self.data, **preparing)
         home = self.reports / (folder or checkpoint.name)
         mine = {
             "fingerprint": fingerprint(checkpoint.model, checkpoint.offload),
             "dtype": str(checkpoint.dtype).removeprefix("torch."),
-            "corpus": [corpus.sha256, corpus.sequences, corpus.tokens],
-            "options": {name: value for name, value in self.options.items() if name in ("seed", *_ANALYZING)},
+            "corpus": _of_text({name: getattr(corpus, name) for name in _TEXT}),
+            "options": {name: self.options.get(name, _DEFAULTS[name].default) for name in ("seed", *_ANALYZING)},
         }
         key = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()[:8]
         # the report of another model or text is left alone, and a name of its own is found for this one
@@ -55,10 +64,15 @@ class Analyzer:
         return report, f"analyzed now, into {place}"
 
     def _analyze(self, checkpoint: Any, corpus: Corpus) -> Report:
-        names = ("seed", *_ANALYZING)
+        names = ("seed", "bos", "text_field", *_ANALYZING)
         given = {name: value for name, value in self.options.items() if name in names}
         progress = self.watch(checkpoint.name) if self.watch else None
         return analyze(checkpoint, corpus, progress=progress, tokens=corpus.sequences * corpus.tokens, **given)
+
+
+def _of_text(corpus: dict[str, Any]) -> list[Any]:
+    """What tells two texts, and two ways of cutting them into ids, apart."""
+    return [corpus.get(name) for name in _TEXT]
 
 
 def _matching(place: Path, mine: dict[str, Any]) -> Report | None:
@@ -71,7 +85,7 @@ def _matching(place: Path, mine: dict[str, Any]) -> Report | None:
     same = [
         report.model.get("fingerprint") == mine["fingerprint"],
         report.model.get("dtype") == mine["dtype"],
-        [corpus.get("sha256"), corpus.get("sequences"), corpus.get("tokens")] == mine["corpus"],
+        _of_text(corpus) == mine["corpus"],
         all(options.get(name, value) == value for name, value in mine["options"].items()),
     ]
     return report if all(same) else None

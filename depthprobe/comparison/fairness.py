@@ -126,6 +126,13 @@ def _estimated(run: Run) -> str | None:
     return f"{deep['sequences']} × {deep.get('tokens')}{text}"
 
 
+def _differentiated(run: Run) -> str | None:
+    """On what gradients were taken, whose size at a token goes with one over the number of tokens of a sequence."""
+    found = run.report.gradients
+    text = "" if found.get("sha256") in (None, run.report.corpus["sha256"]) else f" of {found.get('corpus')}"
+    return f"{found.get('sequences')} × {found.get('tokens')}{text}" if found.get("sequences") else None
+
+
 def _counted(run: Run) -> str | None:
     return None if run.report.depth.empty else f"{run.report.deep.get('unit', 'block')}s"
 
@@ -164,6 +171,11 @@ _FACTS: tuple[tuple[str, Callable[[Run], Any], str], ...] = (
     ("Models changed on different amounts of text", _changed, "Their costs and ρ differ in precision."),
     ("Depth counted in different units", _counted, "Estimates of it do not compare."),
     ("Depth estimated on different texts", _estimated, "Estimates differ in precision, or in the text."),
+    (
+        "Gradients taken on different texts",
+        _differentiated,
+        "A token's share of the loss, and with it its gradient, goes with the number of tokens of a sequence.",
+    ),
     (
         "Different tokens of training",
         lambda run: f"{run.training.tokens:,}" if run.training.tokens is not None else None,

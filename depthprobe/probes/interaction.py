@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from depthprobe.errors import NonFiniteError
 from depthprobe.estimate import PerSequence
 from depthprobe.probes.base import Batch, Dots, Step, cosine, key_rng, mean_tokens, ratio
 
@@ -45,7 +46,12 @@ class Interaction:
         return batch.reader.visit(batch.entry, index, x).update
 
     def _add(self, batch: Batch, metric: str, layer: int, values: Tensor) -> None:
-        self.means.add((metric, "block", layer), batch.sequences, mean_tokens(values, batch.skip))
+        means = mean_tokens(values, batch.skip)
+        if not np.isfinite(means).all():  # which would count as a sequence that was not measured
+            what = f"block {layer + 1}'s update without that of block {layer} ({metric})"
+            dtype = str(self.before.dtype if self.before is not None else values.dtype).removeprefix("torch.")
+            raise NonFiniteError.of_change(what, dtype, int(batch.sequences[~np.isfinite(means)][0]))
+        self.means.add((metric, "block", layer), batch.sequences, means)
 
 
 def _error(true: Tensor, other: Tensor) -> Tensor:

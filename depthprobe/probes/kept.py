@@ -9,7 +9,7 @@ from torch import Tensor
 
 from depthprobe.estimate import PerSequence
 from depthprobe.probes.base import cosine
-from depthprobe.probes.pooled import FOLDS, Layer, Pair, Pooled, cka, linearity
+from depthprobe.probes.pooled import FOLDS, Layer, Pair, Pooled, cka, fitted, linearity
 from depthprobe.probes.similarity import KeptStates
 
 __all__ = ["GROUPS", "Pooled", "analyze_kept", "rounding_floors"]
@@ -30,12 +30,12 @@ def analyze_kept(kept: KeptStates, means: PerSequence) -> tuple[list[Pooled], li
     pooled: list[Pooled] = []
     notes: list[str] = []
     width = kept.states[0].shape[-1]
-    fitted = len(sequences) * kept.each * (FOLDS - 1) // FOLDS
-    linear = fitted >= 4 * width and len(bounds) > FOLDS
+    fewest = fitted(bounds)
+    linear = fewest >= 4 * width and len(bounds) > FOLDS
     if not linear:
         notes.append(
             f"linearity was left out: its ridge map needs at least 4 tokens a dimension to fit on ({4 * width:,} in "
-            f"{FOLDS} folds of sequences), and the sample has {fitted:,}; ask for more tokens"
+            f"{FOLDS} folds of sequences), and the sample has {fewest:,}; ask for more tokens"
         )
     rows = torch.from_numpy(order)
 
@@ -51,9 +51,9 @@ def analyze_kept(kept: KeptStates, means: PerSequence) -> tuple[list[Pooled], li
         if interval is None:
             notes.append(f"cka_adjacent was left out at layer {layer}: a state does not vary between tokens")
         else:
-            pooled.append(Pooled("cka_adjacent", layer, interval))
+            pooled.append(Pooled("cka_adjacent", layer, interval, len(sequences)))
         if linear:
-            pooled += linearity(layer, pair)
+            pooled += linearity(layer, pair, len(sequences))
         now = after
         del pair  # its sums take as much as several blocks
     return pooled, notes

@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from depthprobe.errors import NonFiniteError
 from depthprobe.estimate import PerSequence
 from depthprobe.probes.base import Batch, Step, key_rng
 
@@ -80,7 +81,12 @@ class Lens:
 
     def _add(self, batch: Batch, rows: slice, metric: str, layer: int, values: Tensor) -> None:
         means = values.double().mean(dim=1) if values.device.type != "mps" else values.cpu().double().mean(dim=1)
-        self.means.add((metric, "block", layer), batch.sequences[self.places[rows]], means.cpu().numpy())
+        found, sequences = means.cpu().numpy(), batch.sequences[self.places[rows]]
+        if not np.isfinite(found).all():  # which would count as a sequence that was not measured
+            dtype = str(self.states[layer].dtype).removeprefix("torch.")
+            what = f"what the logit lens reads from x_{layer} ({metric})"
+            raise NonFiniteError.of_change(what, dtype, int(sequences[~np.isfinite(found)][0]))
+        self.means.add((metric, "block", layer), sequences, found)
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:

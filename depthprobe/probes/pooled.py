@@ -12,7 +12,7 @@ from torch import Tensor
 
 from depthprobe.estimate import Interval, jackknife
 
-__all__ = ["FOLDS", "Layer", "Pair", "Pooled", "cka", "linearity"]
+__all__ = ["FOLDS", "Layer", "Pair", "Pooled", "cka", "fitted", "linearity"]
 
 FOLDS = 5
 RIDGE = 1e-4  # of the mean variance of a dimension
@@ -20,11 +20,12 @@ RIDGE = 1e-4  # of the mean variance of a dimension
 
 @dataclass(frozen=True)
 class Pooled:
-    """A value from pooled tokens with its jackknife over groups of sequences, at one layer."""
+    """A value from pooled tokens with its jackknife over groups of sequences, at one layer; n is how many sequences."""
 
     metric: str
     layer: int
     interval: Interval
+    n: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +95,12 @@ def cka(pair: Pair) -> Interval | None:
     if not bool((below > 0).all()):
         return None
     value, *left_out = (both / below.sqrt()).tolist()
-    return jackknife(value, np.array(left_out if len(left_out) > 1 else []))
+    return _at_most_one(jackknife(value, np.array(left_out if len(left_out) > 1 else [])))
+
+
+def _at_most_one(interval: Interval) -> Interval:
+    """No CKA and no R² is above 1, though a jackknife's interval may be."""
+    return Interval(interval.value, interval.low, min(interval.high, 1.0))
 
 
 def _hsic(a: Layer, b: Layer, moment: Tensor) -> Tensor:
@@ -130,7 +136,13 @@ def _hsic(a: Layer, b: Layer, moment: Tensor) -> Tensor:
     return value / (n * (n - 3))
 
 
-def linearity(layer: int, pair: Pair) -> Iterator[Pooled]:
+def fitted(bounds: tuple[int, ...]) -> int:
+    """On how few tokens any of linearity's folds is fitted, where its groups of sequences begin and end so."""
+    sizes = np.diff(bounds)
+    return int(sizes.sum() - np.bincount(np.arange(len(sizes)) % FOLDS, sizes).max())
+
+
+def linearity(layer: int, pair: Pair, n: int) -> Iterator[Pooled]:
     """Held-out R² of ridge maps from a state to the next one and to the update; every fold from the others.
 
     One inverse serves both: with A = Σ x xᵀ + λI, the map to the update is A⁻¹ Σ x Δᵀ, and the map to the next state,
@@ -166,7 +178,7 @@ def linearity(layer: int, pair: Pair) -> Iterator[Pooled]:
     for metric, wrong, total in zip(names, errors, totals, strict=True):
         if total.sum() > 0:  # no update at all leaves nothing to predict
             left_out = 1 - (wrong.sum() - wrong) / (total.sum() - total)
-            yield Pooled(metric, layer, jackknife(1 - wrong.sum() / total.sum(), left_out))
+            yield Pooled(metric, layer, _at_most_one(jackknife(1 - wrong.sum() / total.sum(), left_out)), n)
 
 
 def _energy(x: Tensor) -> float:
