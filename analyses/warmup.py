@@ -20,6 +20,7 @@ import study
 from matplotlib.axes import Axes
 from runs import Run
 
+from depthprobe.contrast import over_seeds
 from depthprobe.report.panels import LIGHT
 
 NAME = "warmup"
@@ -141,8 +142,24 @@ def section(results: Path) -> study.Section:
     def text(found: list[study.Verdict]) -> str:
         return "\n\n".join([INTRODUCTION, study.verdicts(found), FIGURE, overview(table)])
 
-    figure = study.Figure(NAME, partial(draw, table), 10.4, len(OPTIMIZERS), shared=False)
-    return study.Section(NAME, tuple(primary(table)), text, (figure,), MINDS, changed=CHANGED)
+    count = table.loc[table["stage"] == "grid", "optimizer"].nunique()
+    figure = study.Figure(NAME, partial(draw, table), 2.8 * count, count, shared=False)
+    return study.Section(NAME, tuple(primary(table)), text, (figure,), MINDS, notes(table), CHANGED)
+
+
+def notes(table: pd.DataFrame) -> dict[str, str]:
+    """What the verdicts do not say."""
+    post, base = at_best(table, "post"), study.arm(table, stage="confirm", arm="embedding")
+    grid = study.arm(table, stage="grid", arm="post", optimizer="adamw")
+    longest = post["warmup"].iloc[0] == grid["warmup"].max()
+    losses = [rows["test"].to_numpy() for rows in (post, base)]
+    ends = [f"{study.span(over_seeds(each))} ({len(each)} seeds, smallest effect {study.least(each)})"
+            for each in losses]  # fmt: skip
+    words = "worse than" if losses[0].mean() > losses[1].mean() else "better than"
+    return {
+        "W2": f"Post-LN at its best ends at {ends[0]} nats, {words} a model without blocks, {ends[1]}"
+        + (f"; its best warm-up, {post['warmup'].iloc[0]} steps, is the longest that was tried." if longest else ".")
+    }
 
 
 INTRODUCTION = f"""### W1, W2: warm-up (`{NAME}.py`)
@@ -163,19 +180,20 @@ MINDS = {
 
 
 def draw(table: pd.DataFrame, axes: list[Axes]) -> None:
-    """Loss of the grid over the learning rate, a panel an optimiser; crosses are failed runs."""
+    """Loss of the grid over the learning rate, a panel an optimiser; crosses are failed runs, at most the unigrams'."""
     rows = study.arm(table, stage="grid")
-    for ax, optimizer in zip(axes, OPTIMIZERS, strict=True):
+    for ax, optimizer in zip(axes, rows["optimizer"].unique(), strict=True):
         for arm, colour in zip(PLACEMENTS, LIGHT.lines, strict=False):
             for warmup, style in zip(sorted(rows["warmup"].unique()), (":", "--", "-"), strict=False):
                 each = study.arm(rows, arm=arm, optimizer=optimizer, warmup=warmup).sort_values("lr")
+                each = each.assign(dev=np.minimum(each["dev"].fillna(np.inf), each["unigram"]))
                 ax.plot(each["lr"], each["dev"], style, color=colour, label=f"{arm}, warm-up {warmup}", linewidth=1.3)
                 bad = each[each["status"] == "failed"]
-                ax.plot(bad["lr"], np.minimum(bad["dev"].fillna(np.inf), each["unigram"].max()), "x", color=colour)
+                ax.plot(bad["lr"], bad["dev"], "x", color=colour)
         ax.set_xscale("log")
         ax.set_ylabel(f"{WORDS[optimizer]}\nloss on dev, nats")
         ax.set_xlabel("learning rate (× failed)")
-    axes[0].legend(fontsize="small", ncols=2)
+    axes[0].legend(fontsize="small", ncols=2, loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
 
 
 if __name__ == "__main__":
