@@ -102,11 +102,12 @@ def claims(sections: Sequence[study.Section], found: Sequence[study.Verdict]) ->
             "what would change our mind"]  # fmt: skip
     made = sum(isinstance(test, study.Primary | study.Counted) for test, *_ in found)
     text = f"""`supported` is after Holm's correction over all primary tests, of which {tests} are here and {made}
-could be made; their number grows with the studies that are still to come. `contradicted` is by an interval that
-excludes the prediction, without correction; where failed runs or a rule decide, it says so. A claim with several tests
-is supported if all are, and contradicted if one is, whatever the others say. The verdict is on the prediction in the
-fourth column, at the size and length of training of its study, and on no wider reading of the claim. What stands there
-beside the tests, after their verdicts, is secondary and supports nothing.
+could be made so far; their number grows with the studies that are still to come. `contradicted` is by an interval that
+excludes the prediction, without correction; where failed runs or a rule decide, it says so. In the parts below p is of
+the hypothesis that the mean lies outside of what was predicted, so that it is high where a test is contradicted. A
+claim with several tests is supported if all are, and contradicted if one is, whatever the others say. The verdict is on
+the prediction in the fourth column, at the size and length of training of its study, and on no wider reading of the
+claim. What stands there beside the tests, after their verdicts, is secondary and supports nothing.
 
 "Smallest effect", here and in all parts below, is what so many seeds, as far apart as these, show at 80 % power
 (two-sided, 5 %, before Holm): of a primary test a distance from the boundary of what was predicted, of any other mean a

@@ -333,18 +333,21 @@ def compared(
     arm, reference = arm.sort_values("seed"), reference.sort_values("seed")
     there = [[int(seed) for seed in rows["seed"]] for rows in (arm, reference)]
     if there != [[*SEEDS]] * 2:
-        return study.Unjudged(claim, sentence, f"runs are missing: seeds {there[0]} and {there[1]} of {[*SEEDS]}")
+        reason = f"runs are missing: seeds {there[0]} and {there[1]} of {[*SEEDS]}" if any(there) else "not run yet"
+        return study.Unjudged(claim, sentence, reason)
     failed, spared = (int((rows["status"] == "failed").sum()) for rows in (arm, reference))
     if fails and failed > spared:
         return study.Counted(claim, f"{sentence}, or failures", failed, spared, len(arm))
     if failed or spared:
-        return study.Unjudged(claim, sentence, f"{failed} of {len(arm)} runs failed, and {spared} of the other arm")
+        found = study.effect(study.Counted(claim, sentence, failed, spared, len(arm)))
+        return study.Unjudged(claim, sentence, found)
     if not margin > 0:
-        return study.Unjudged(
-            claim, sentence,
-            f"{study.span(over_seeds(arm['test'].to_numpy() - reference['test'].to_numpy()))} nats, but no margin: the "
-            "reference is no better than a model without blocks",
-        )  # fmt: skip
+        apart = arm["test"].to_numpy() - reference["test"].to_numpy()
+        reason = (
+            f"{study.span(over_seeds(apart))} nats ({len(apart)} seeds, smallest effect {study.least(apart)}), but no "
+            "margin: the arm that it is compared with is no better than a model without blocks at pre-LN's best setting"
+        )
+        return study.Unjudged(claim, sentence, reason)
     return study.Primary(
         claim, sentence, tuple(arm["test"].to_numpy() - reference["test"].to_numpy()), *region, logs=False
     )
@@ -357,8 +360,10 @@ def predicted(margin: float, where: Literal["above", "below", "within"]) -> tupl
     return words.format(f"{margin:.3f}" if margin > 0 else "the margin").replace("−the", "minus the"), region
 
 
-SUMMARY = ("warm-up", "failed in the grid", "chosen learning rate", "of the grid", "loss on test", "smallest effect",
-           "failed", "seeds", "parameters")  # fmt: skip
+SUMMARY = (
+    "chosen warm-up", "failed in the grid", "chosen learning rate", "of the grid", "loss on test", "smallest effect",
+    "failed", "seeds", "parameters",
+)  # fmt: skip
 SCORES = SUMMARY[4:]
 
 
@@ -389,6 +394,7 @@ def scored(rows: pd.DataFrame) -> list[str]:
     value = study.span(over_seeds(done)) if len(done) else "–"
     least = study.least(done) if len(done) > 1 else "–"
     sizes = " and ".join(f"{size:,}" for size in rows["parameters"].unique())
+    sizes += ", those of a block that writes nothing included" if (rows["arm"] == "embedding").any() else ""
     return [value, least, f"{len(rows) - len(done)} of {len(rows)}", str(rows["seed"].nunique()), sizes]
 
 

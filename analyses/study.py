@@ -245,6 +245,7 @@ class Counted:
         failed: runs of the arm that is to fail that did.
         spared: runs of the other arm that failed.
         seeds: runs of each.
+        other: the other arm, in words.
     """
 
     claim: str
@@ -252,6 +253,7 @@ class Counted:
     failed: int
     spared: int
     seeds: int
+    other: str = "of the other arm"
 
 
 @dataclass(frozen=True)
@@ -445,7 +447,7 @@ def effect(test: Test) -> str:
     if isinstance(test, Ruled):
         return test.found
     if isinstance(test, Counted):
-        return f"{test.failed} of {test.seeds} runs failed, and {test.spared} of the other arm"
+        return f"{test.failed} of {test.seeds} runs failed, and {test.spared} of {test.seeds} {test.other}"
     return ratio(test.values) if test.logs else span(over_seeds(test.values))
 
 
@@ -462,14 +464,18 @@ def least_effect(test: Test) -> str:
         return "–"
     if isinstance(test, Counted):
         fewest = next((n for n in range(test.seeds + 1) if _fisher(n, test.seeds) < LEVEL), None)
-        all_ = f"{number(_fisher(test.seeds, test.seeds))}"
-        return "none" if fewest is None else f"{fewest} failures against 0; {test.seeds} against 0 give p = {all_}"
+        if fewest is None:
+            return "none"
+        most = f"{test.seeds} against 0 give p = {number(_fisher(test.seeds, test.seeds))} before Holm"
+        return f"{fewest} failures against 0; {most}"
     return least(test.values, test.logs)
 
 
 def least(values: Sequence[float], logs: bool = False) -> str:
     """The smallest effect that these seeds could have shown, as a table has it: a factor where they are logs."""
     shown = smallest(values)
+    if shown == 0:  # what is the same for every seed is no measurement
+        return "–"
     return f"× {number(math.exp(shown))}" if logs else number(shown)
 
 

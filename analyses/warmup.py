@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import oscillation
 import pandas as pd
 import runs
 import study
@@ -22,6 +23,7 @@ from runs import Run
 
 from depthprobe.contrast import over_seeds
 from depthprobe.report.panels import LIGHT
+from depthprobe.report.tables import number
 
 NAME = "warmup"
 PLACEMENTS, PLANNED, LATER = ("pre", "post"), ("adamw", "radam", "sgd"), (runs.SGD_PLAIN,)
@@ -34,6 +36,7 @@ RATES = {
 }
 WARMUPS, SEEDS = (0, 50, 200), runs.SEEDS
 SIZE = {"blocks": 12, "width": 64, "steps": 600}
+WITH = {False: "without", True: "with"}
 WORDS = {
     "adamw": "AdamW", "radam": "RAdam", "sgd": "SGD with momentum", runs.SGD_PLAIN: "SGD with momentum, no decay",
 }  # fmt: skip
@@ -128,11 +131,11 @@ def overview(table: pd.DataFrame) -> str:
             whole = study.arm(table, stage="grid", arm=arm, optimizer=optimizer)
             for warm in (False, True) if len(whole) else ():
                 tried, rows = with_or_without(whole, warm), confirmed(table, arm, optimizer, warm)
-                lines.append([WORDS[optimizer], arm, *runs.summary(tried, rows, whole)])
+                lines.append([WORDS[optimizer], arm, WITH[warm], *runs.summary(tried, rows, whole)])
     base = study.arm(table, stage="confirm", arm="embedding")
     setting = [str(base["warmup"].iloc[0]), "–", f"{base['lr'].iloc[0]:g}", "pre-LN's best"]
-    lines.append([WORDS["adamw"], "no blocks", *setting, *runs.scored(base)])
-    return study.markdown(["optimiser", "placement", *runs.SUMMARY], lines)
+    lines.append([WORDS["adamw"], "no blocks", WITH[bool(base["warmup"].iloc[0])], *setting, *runs.scored(base)])
+    return study.markdown(["optimiser", "placement", "warm-up", *runs.SUMMARY], lines)
 
 
 def section(results: Path) -> study.Section:
@@ -144,38 +147,84 @@ def section(results: Path) -> study.Section:
 
     count = table.loc[table["stage"] == "grid", "optimizer"].nunique()
     figure = study.Figure(NAME, partial(draw, table), 2.8 * count, count, shared=False)
-    return study.Section(NAME, tuple(primary(table)), text, (figure,), MINDS, notes(table), CHANGED)
+    return study.Section(NAME, tuple(primary(table)), text, (figure,), MINDS, notes(table, results), CHANGED)
 
 
-def notes(table: pd.DataFrame) -> dict[str, str]:
-    """What the verdicts do not say."""
+def notes(table: pd.DataFrame, results: Path) -> dict[str, str]:
+    """What the verdicts do not say; added when the rows were known."""
+    found = {arm: [confirmed(table, arm, "adamw", warm) for warm in (False, True)] for arm in PLACEMENTS}
+    losses = {arm: [rows["test"].to_numpy() for rows in pair] for arm, pair in found.items()}
+    rates = [f"{rows['lr'].iloc[0]:g} {WITH[warm]}" for warm, rows in enumerate(found["pre"])]
+    equal = [
+        study.arm(table, stage="grid", arm="pre", optimizer="adamw", lr=found["pre"][0]["lr"].iloc[0], warmup=steps)
+        for steps in (0, found["pre"][1]["warmup"].iloc[0])
+    ]
+    first = (
+        f"AdamW's pre-LN is compared at its own learning rates ({', '.join(rates)}; at the former in both, one seed, "
+        f"{number(float(equal[0]['test'].iloc[0] - equal[1]['test'].iloc[0]))}), so that warm-up includes the higher "
+        "rate that it allows, and the better of ten runs of a grid with it stands against that of five without."
+    )
     post, base = at_best(table, "post"), study.arm(table, stage="confirm", arm="embedding")
-    grid = study.arm(table, stage="grid", arm="post", optimizer="adamw")
-    longest = post["warmup"].iloc[0] == grid["warmup"].max()
-    losses = [rows["test"].to_numpy() for rows in (post, base)]
-    ends = [f"{study.span(over_seeds(each))} ({len(each)} seeds, smallest effect {study.least(each)})"
-            for each in losses]  # fmt: skip
-    words = "worse than" if losses[0].mean() > losses[1].mean() else "better than"
-    return {
-        "W2": f"Post-LN at its best ends at {ends[0]} nats, {words} a model without blocks, {ends[1]}"
-        + (f"; its best warm-up, {post['warmup'].iloc[0]} steps, is the longest that was tried." if longest else ".")
-    }
+    chosen = runs.best(table, arm="post", optimizer="adamw")
+    luck = int((post["test"] > chosen["test"]).sum())
+    ends = [span_of(rows["test"].to_numpy()) for rows in (post, base)]
+    worse = "worse" if post["test"].mean() > base["test"].mean() else "better"
+    cold = losses["pre"][0] - losses["post"][0]
+    warm = at_best(table, "pre")["test"].to_numpy() - post["test"].to_numpy()
+    second = (
+        f"Post-LN at its best ends at {ends[0]}, {worse} than a model without blocks at pre-LN's best setting, "
+        f"{ends[1]}. Its setting was chosen by seed 0, which did better there than {luck} of the {len(post)} that "
+        f"judge. With no warm-up in either, pre − post is {span_of(cold)}; warm-up changes that by "
+        f"{span_of(warm - cold)}."
+    )
+    if at_edge(table):
+        second += " Both are best at the longest warm-up that was tried."
+    return {"W1": f"{first} {unwarmed(table, results)}".strip(), "W2": second}
+
+
+def at_edge(table: pd.DataFrame) -> bool:
+    """Whether both placements were best, with AdamW, at the longest warm-up."""
+    rows = study.arm(table, stage="grid", optimizer="adamw")
+    return all(runs.best(rows, arm=arm)["warmup"] == rows["warmup"].max() for arm in PLACEMENTS)
+
+
+def unwarmed(table: pd.DataFrame, results: Path) -> str:
+    """How many runs of post-LN failed without warm-up, and with it, at the learning rate that suits it with warm-up."""
+    path, warm = results / oscillation.RUNS, confirmed(table, "post", "adamw", warm=True)
+    if not path.exists() or warm["lr"].iloc[0] != oscillation.RATE:
+        return ""
+    cold = study.arm(runs.load_table(path), arm="post")
+    lost = [f"{(rows['status'] == 'failed').sum()} of {len(rows)}" for rows in (cold, warm)]
+    return (
+        "Nothing here says that post-LN can do without warm-up: its tests could not be made, and at a learning rate "
+        f"of {oscillation.RATE:g} {lost[0]} runs fail without it (those of G4) and {lost[1]} with "
+        f"{warm['warmup'].iloc[0]} steps."
+    )
+
+
+def span_of(values: np.ndarray) -> str:
+    """A mean in nats with its interval, seeds and smallest effect."""
+    least = study.least(values)
+    return f"{study.span(over_seeds(values))} nats ({len(values)} seeds, smallest effect {least})"
 
 
 INTRODUCTION = f"""### W1, W2: warm-up (`{NAME}.py`)
 
 12 blocks, width 64, 600 steps. Losses on the test half, nats a byte; each arm is tuned on 5 learning rates × 3 warm-ups
 (0, 50, 200) with seed 0 and judged with seeds 1 to 5, differences paired by seed. The margin is 10 % of what separates
-the arm with warm-up (W2: pre-LN) from a model without blocks, trained with AdamW. Where that arm is no better than such
-a model there is no margin, and nothing is judged (changed, see the preregistration). W1 holds only if all six tests do.
-More failed runs of post-LN without warm-up than with it are judged by their number. The decay of 0.1 is decoupled in
-AdamW and RAdam; SGD adds it to the gradient, where momentum multiplies it by ten, and no model of these rows is better
-than one without blocks. SGD is therefore judged by runs without decay (changed)."""
+the arm with warm-up (W2: pre-LN) from a model without blocks, which is trained with AdamW at pre-LN's best setting.
+Where that arm is no better than such a model there is no margin, and nothing is judged (changed, see the
+preregistration). W1 holds only if all six tests do. "With" is the better of 50 and 200 steps. More failed runs of
+post-LN without warm-up than with it are judged by their number. The decay of 0.1 is decoupled in AdamW and RAdam; SGD
+adds it to the gradient, so that with momentum it takes 3 % of a weight and more a step at these learning rates, where
+AdamW takes 0.1 % at most. No SGD model of these rows is better than one without blocks. That decay is why is a guess,
+which runs without it are to test; W1's two tests of SGD are of these (changed)."""
 CHANGED = ("W1",)
-FIGURE = f"![Loss over learning rate, with and without warm-up]({'figures/' + NAME}.png)"
+FIGURE = f"""![Loss on dev over learning rate, seed 0, failed runs at the unigram entropy at most; and the confirmed
+seeds as dots](figures/{NAME}.png)"""
 MINDS = {
     "W1": "longer training (600 steps leave post-LN far from its end), a finer grid, or deeper and wider models",
-    "W2": "longer training, or a best point that is not at the edge of its grid",
+    "W2": "training longer than the 2,000 steps of P1, or best points that are not at the edge of their grids",
 }
 
 
@@ -190,9 +239,11 @@ def draw(table: pd.DataFrame, axes: list[Axes]) -> None:
                 ax.plot(each["lr"], each["dev"], style, color=colour, label=f"{arm}, warm-up {warmup}", linewidth=1.3)
                 bad = each[each["status"] == "failed"]
                 ax.plot(bad["lr"], bad["dev"], "x", color=colour)
+            judged = study.arm(table, stage="confirm", arm=arm, optimizer=optimizer)
+            ax.plot(judged["lr"], judged["dev"], "o", color=colour, markersize=3.5, alpha=0.6)
         ax.set_xscale("log")
         ax.set_ylabel(f"{WORDS[optimizer]}\nloss on dev, nats")
-        ax.set_xlabel("learning rate (× failed)")
+        ax.set_xlabel("learning rate (× failed, ● fresh seeds at the chosen points)")
     axes[0].legend(fontsize="small", ncols=2, loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
 
 
