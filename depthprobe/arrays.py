@@ -12,7 +12,7 @@ import torch
 from depthprobe.documents import existing
 from depthprobe.errors import CorpusError, UsageError
 
-__all__ = ["checked", "cut", "opened", "refuse_padding", "sha256_of", "windows"]
+__all__ = ["checked", "cut", "opened", "refuse_padding", "refuse_wide", "sha256_of", "windows"]
 
 Array = np.ndarray | torch.Tensor
 
@@ -111,6 +111,13 @@ def checked(array: Array, vocab_size: int | None, name: str, fix: str) -> torch.
 def sha256_of(values: torch.Tensor) -> str:
     """The hash of the bytes of ids or states."""
     return hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def refuse_wide(stream: np.ndarray, vocab_size: int | None, name: str) -> None:
+    """Ids of 32 bits, read as 16, would be half ids, all of them within the vocabulary: every second one is small."""
+    upper = stream[1 : 1 << 20 : 2]
+    if len(upper) >= 16 and (upper < -(-(vocab_size or 1 << 16) // (1 << 16))).all():
+        raise CorpusError(f"{name} looks like ids of 32 bits", "a stream of 16-bit ids", "save them as a .npy")
 
 
 def refuse_padding(inputs: torch.Tensor, tokenizer: Any, name: str) -> None:

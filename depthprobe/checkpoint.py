@@ -222,7 +222,7 @@ def _looks_like_path(text: str) -> bool:
     return (
         text.startswith((".", "/", "~"))
         or text.endswith("/")
-        or text.count("/") > 1
+        or text.partition("@")[0].count("/") > 1  # a revision may have some: refs/pr/3
         or "\\" in text
         or text.endswith(_FILES)
     )
@@ -337,7 +337,14 @@ def _move(model: nn.Module, dtype: torch.dtype | None, device: torch.device | No
     if dtype is None and device is None:
         return
     try:
+        # as loading does: what was computed and is not kept in a file, such as rotary frequencies, keeps its precision
+        exact = [] if dtype is None else [
+            (module, name, getattr(module, name)) for module in model.modules()
+            for name in module._non_persistent_buffers_set if getattr(module, name) is not None
+        ]  # fmt: skip
         model.to(device=device, dtype=dtype)
+        for module, name, values in exact:
+            setattr(module, name, values.to(device=device))
     except (RuntimeError, ValueError, NotImplementedError) as error:
         reason = str(error).strip().split("\n")[0]
         raise CheckpointError(f"{source} cannot be moved to {device or dtype}: {reason}") from error

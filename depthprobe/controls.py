@@ -43,8 +43,8 @@ def random_init(anatomy: Anatomy, corpus: Corpus, seed: int) -> Anatomy:
 def random_tokens(checkpoint: Checkpoint, corpus: Corpus, seed: int) -> Corpus:
     """As many sequences of as many tokens, each id drawn evenly from the vocabulary by (seed, sequence).
 
-    An id that every sequence begins with, such as BOS, stays where it is. Of float states, each dimension is drawn from
-    a normal distribution with its mean and spread in the corpus.
+    An id that every sequence begins with, such as BOS, stays where it is, and so does an encoder's SEP. Of float
+    states, each dimension is drawn from a normal distribution with its mean and spread in the corpus.
     """
     inputs, rows = corpus.inputs, range(corpus.sequences)
     if corpus.is_states:
@@ -58,6 +58,8 @@ def random_tokens(checkpoint: Checkpoint, corpus: Corpus, seed: int) -> Corpus:
         made = torch.from_numpy(np.stack(drawn)).to(inputs.dtype)
         if corpus.sequences > 1 and bool((inputs[:, 0] == inputs[0, 0]).all()):
             made[:, 0] = inputs[:, 0]
+        if corpus.same_end:
+            made[:, -1] = inputs[:, -1]
     sha256 = hashlib.sha256(made.numpy().tobytes()).hexdigest()
     return replace(corpus, inputs=made, documents=None, name="random tokens", sha256=sha256, notes=())
 

@@ -145,8 +145,12 @@ def open_nanogpt(path: Path, options: Options) -> Opened:
         arguments = {"config": config, "state_dict": weights, **weights_arguments(options)}
         model, missing, notes = load_weights(transformers.GPT2LMHeadModel, None, str(path), **arguments)
     require(missing, str(path), model)
+    if notes:
+        raise CheckpointError(
+            f"{path} is of a model that is not nanoGPT's: {notes[0]}", "nanoGPT's own tensors", "convert it yourself"
+        )
     origin = "converted from nanoGPT to transformers' GPT-2, with the exact GELU of nanoGPT's present code"
-    return Opened(model, None, "causal", None, (origin, *notes))
+    return Opened(model, None, "causal", None, (origin,))
 
 
 def _read_gguf(path: Path) -> tuple[Any, dict[str, Any]]:

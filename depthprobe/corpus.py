@@ -11,13 +11,14 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from depthprobe.arrays import checked, cut, opened, refuse_padding, sha256_of, windows
+from depthprobe.arrays import checked, cut, opened, refuse_padding, refuse_wide, sha256_of, windows
 from depthprobe.documents import Document, documents, manual_topics
 from depthprobe.errors import CorpusError, UsageError
 
 __all__ = ["Corpus", "manual_topics", "read"]
 
 DEFAULT_SEQ_LEN = 256
+_BEHIND = " and ends with "
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +56,11 @@ class Corpus:
     def first_ids(self) -> list[int]:
         """The first 16 ids, by which two tokenizers or ways of cutting a text can be told apart; none of states."""
         return [] if self.is_states else [int(each) for each in self.inputs[0, :16]]
+
+    @property
+    def same_end(self) -> bool:
+        """Whether something was put behind every sequence, an encoder's SEP."""
+        return _BEHIND in self.bos
 
     def take(self, rows: slice | np.ndarray) -> Corpus:
         """Some of the sequences."""
@@ -127,6 +133,7 @@ def read(
         name = str(data) if isinstance(data, str | Path) else "passed from Python"
         if isinstance(array, np.ndarray) and name.endswith(".bin"):
             width = _default_length(seq_len or usual_len, tokens, max_positions)
+            refuse_wide(array, vocab_size, name)
             kept, notes = windows(array, width, tokens // width, seed, name)
         else:
             kept, notes = cut(array, tokens, seq_len, max_positions, name)
@@ -242,4 +249,4 @@ def _specials(tokenizer: Any, sample: str, bos: str) -> tuple[list[int], list[in
     if not front:
         return [], [], "Nothing was put in front of the sequences: the tokenizer adds nothing to a plain text."
     shown = [" ".join(f"{tokenizer.convert_ids_to_tokens(i)} ({i})" for i in part) for part in (front, back)]
-    return front, back, f"Every sequence starts with {shown[0]}{f' and ends with {shown[1]}' if back else ''}, {why}."
+    return front, back, f"Every sequence starts with {shown[0]}{f'{_BEHIND}{shown[1]}' if back else ''}, {why}."

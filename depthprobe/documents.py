@@ -19,6 +19,8 @@ ANALYSIS_BYTES = 77  # of 256: a topic is analysed if the first byte of its name
 Document = Callable[[int], tuple[str, bool]]
 """Gives about the first n characters of a document, and whether that is all of it."""
 
+_LINES = (".jsonl", ".ndjson", ".json")  # an object a line
+
 
 def documents(data: Any, text_field: str) -> tuple[str, Iterable[Document]]:
     """The name of a source of text, and its documents, read as they are asked for."""
@@ -39,7 +41,7 @@ def documents(data: Any, text_field: str) -> tuple[str, Iterable[Document]]:
     path = existing(data)
     if path.is_dir():
         return str(path), _rows(_dataset(f"hf:{path}"), text_field)
-    return str(path), _lines(path, text_field) if path.suffix == ".jsonl" else _file(path)
+    return str(path), _lines(path, text_field) if path.suffix.lower() in _LINES else _file(path)
 
 
 def existing(data: str | Path) -> Path:
@@ -155,8 +157,11 @@ def _dataset(spec: str) -> Any:
             return datasets.load_dataset(name, split=split or "train", streaming=True)
         saved = datasets.load_from_disk(name)
     except Exception as error:  # datasets raises what its many back ends raise
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CorpusError(f"{spec} cannot be opened ({reason})", "a dataset on the hub or saved to disk") from error
+        reason = " ".join(str(error).splitlines()[:2]) or type(error).__name__
+        fix = "open it in Python and pass the datasets.Dataset" if "onfig" in reason else None
+        raise CorpusError(
+            f"{spec} cannot be opened ({reason})", "a dataset on the hub or saved to disk", fix
+        ) from error
     if not isinstance(saved, dict):
         return saved
     chosen = split or (next(iter(saved)) if len(saved) == 1 else "")

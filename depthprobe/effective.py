@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
+import torch
 from torch import nn
 
 from depthprobe.checkpoint import Checkpoint
@@ -249,8 +250,11 @@ def quick(blocks: int) -> Plan:
 
 
 def shortened(corpus: Corpus, tokens: int, seq_len: int = SEQ_LEN) -> Corpus:
-    """The first `seq_len` tokens of evenly spread sequences, about `tokens` in all."""
-    return replace(corpus, inputs=corpus.inputs[:, :seq_len]).spread(tokens)
+    """The first `seq_len` tokens of evenly spread sequences, about `tokens` in all; an encoder's last one stays."""
+    inputs = corpus.inputs[:, :seq_len]
+    if corpus.same_end:
+        inputs = torch.cat([inputs[:, :-1], corpus.inputs[:, -1:]], dim=1)
+    return replace(corpus, inputs=inputs).spread(tokens)
 
 
 def effective_cost(corpus: Corpus, plan: Plan, units: int) -> str:

@@ -135,6 +135,8 @@ def rho_slope(report: Report) -> Interval | str:
 
 def gradient_ratio(report: Report) -> Interval | str:
     """The gradient of the median token at x_1 over that at x_L."""
+    if report.model["blocks"] < 2:
+        return "one block has no first and last"
     found = report.gradients.get("ratio_median")
     if found:
         return _interval(found)
@@ -145,6 +147,8 @@ def gradient_ratio(report: Report) -> Interval | str:
 
 def weight_ratio(report: Report) -> Interval | str:
     """The gradient of the MLP's second matrix in the first block over that in the last."""
+    if report.model["blocks"] < 2:
+        return "one block has no first and last"
     rows = report.layers[report.layers["metric"] == "weight_gradient_norm"]
     rows = rows[(rows["layer"] >= 0) & (rows["layer"] < report.model["blocks"])]
     module = ((report.anatomy.get("blocks") or [{}])[0].get("mlp") or {}).get("module")
@@ -203,7 +207,7 @@ def _thirds(report: Report, metric: str) -> list[Interval] | str:
     if rows.empty:
         return f"{metric} was not measured"
     if len(known) < 3:
-        return f"{blocks} blocks have no thirds"
+        return f"{metric} has no value in some third of {blocks} block{'s' if blocks > 1 else ''}"
     floor = report.resolution.get(metric, 0.0)
     if floor and max(each.value for each in known) <= floor:
         return f"{metric} is no more than rounding alone"

@@ -173,7 +173,8 @@ _ALL = (
         "the same for a foreign update of equal size and angle",
         "interaction_error with x_l replaced by x_{l+1} - Δ', Δ' = ‖Δ_l‖ (c x̂ + √(1-c²) ŵ), "
         "c = cos(Δ_l, x_{l+1}), x̂ = x_{l+1}/‖x_{l+1}‖, ŵ another token's Δ_l made orthogonal to x̂",
-        "The true error below the control: the next block is less sensitive to this block's update than to any other.",
+        "The true error below the control: the next block is less sensitive to this block's update than to a foreign "
+        "one.",
     ),
     Metric(
         "lens_loss",

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import Cache
 
 from depthprobe.blocks import BlockList, call_model, model_output
 from depthprobe.checkpoint import Checkpoint
@@ -70,7 +71,7 @@ class Stream:
             x = args[self.blocks.slot] if isinstance(self.blocks.slot, int) else kwargs[self.blocks.slot]
             if index == 0:
                 start.append(x)
-            calls.append((args, kwargs))
+            calls.append((tuple(map(_uncached, args)), {name: _uncached(value) for name, value in kwargs.items()}))
             if index == len(self) - 1:
                 raise _StopForwardError
             return x
@@ -198,3 +199,8 @@ class Stream:
                     del module.__dict__["forward"]
                 else:
                     module.forward = forward
+
+
+def _uncached(value: Any) -> Any:
+    """An argument of a block, None for a cache: it would hand on the keys and values of the block's last run."""
+    return None if isinstance(value, Cache) else value

@@ -61,7 +61,8 @@ def growth(means: PerSequence, blocks: int, resampler: Resampler) -> dict[str, A
 
     Returns:
         cross_share, growth_power, growth_rate, update_growth_rate (value with interval, None where it has no
-        meaning), r2_power, r2_rate, r2_update, and `decomposition` with one entry a state.
+        meaning), r2_power, r2_rate, r2_update, and `decomposition` with one entry a state; `growth_rate_after` and
+        r2_rate_after are of x_1 … x_L, as the power law is, so that the two can be compared.
     """
     norms = _columns(means, "residual_norm", range(blocks + 1))
     energy = _columns(means, "_energy", range(blocks + 1))
@@ -83,6 +84,9 @@ def growth(means: PerSequence, blocks: int, resampler: Resampler) -> dict[str, A
     if blocks >= 2 and bool((norms[:, 1:].mean(axis=0) > 0).all()):
         found["growth_power"] = _plain(resampler.function(norms[:, 1:], lambda m: _slope(np.log(depth), np.log(m))))
         found["r2_power"] = _r2(np.log(depth), np.log(norms[:, 1:].mean(axis=0)))
+        after = resampler.function(norms[:, 1:], lambda m: np.exp(_slope(depth, np.log(m))))
+        found["growth_rate_after"] = _plain(after)
+        found["r2_rate_after"] = _r2(depth, np.log(norms[:, 1:].mean(axis=0)))
     if bool((norms.mean(axis=0) > 0).all()):
         every = np.arange(blocks + 1.0)
         found["growth_rate"] = _plain(resampler.function(norms, lambda m: np.exp(_slope(every, np.log(m)))))

@@ -114,7 +114,9 @@ def _one(criterion: Criterion, case: Case) -> _Row:
     if len(values) == 1:
         report = case.reports[0]
         seeds = len(report.gradients.get("fresh") or []) if criterion.state == "fresh" else 0
-        over = f"over {seeds} initialisations" if seeds else "over the sequences of one model"
+        documents = report.corpus.get("documents")
+        clusters = f"{documents} documents" if documents else "sequences"
+        over = f"over {seeds} initialisations" if seeds else f"over the {clusters} of one model"
         return _told(case.name, criterion, values[0], over)
     shown = f"over {len(values)} seeds, which show effects from {smallest_effect(len(values)):.1f} SD on"
     return _told(case.name, criterion, over_seeds([each.value for each in values]), shown)
@@ -165,7 +167,7 @@ def _numbers(criterion: Criterion, case: Case) -> list[Interval] | str:
         return "its norm placement is not known"
     if criterion.placements and case.placement not in criterion.placements:
         return f"the claim is not about {_LN.get(case.placement, case.placement)}"
-    fresh = [len(report.gradients.get("fresh") or []) for report in case.reports]
+    fresh = [len(report.gradients.get("fresh") or []) or int(case.tokens == 0) for report in case.reports]
     if criterion.state == "fresh" and max(fresh) == 0:
         return "a trained model: the claim is about initialisation, which `depthprobe gradients --fresh` measures"
     if criterion.state == "fresh" and min(fresh) < INITIALISATIONS:

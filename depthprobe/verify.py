@@ -86,8 +86,7 @@ def open_stream(checkpoint: Checkpoint, inputs: Tensor) -> Anatomy:
     inputs = _unequal(inputs[:4, :64])
     limit = floor(checkpoint)
     with torch.no_grad():
-        stream = _guarded(checkpoint, inputs)
-        entry = stream.enter(inputs)
+        stream, entry = _guarded(checkpoint, inputs)
         xs = list(stream.states(entry))
         _check_finite(xs)
         own = stream.forward(inputs)
@@ -106,7 +105,8 @@ def open_stream(checkpoint: Checkpoint, inputs: Tensor) -> Anatomy:
                 f"running the {len(stream)} blocks of {stream.blocks.path} one by one gives an output that differs "
                 f"from the model's own by {model.value:.1e}",
                 f"at most {limit:.0e}",
-                "this architecture is not supported; please report it",
+                "this architecture is not supported, or its blocks keep something from one run to the next; please "
+                "report it",
             )
         notes: list[str] = []
         blocks = find_branches(stream, entry, xs, tolerance=1e-2 if limit == 1e-2 else 5e-5)
@@ -145,6 +145,14 @@ def open_stream(checkpoint: Checkpoint, inputs: Tensor) -> Anatomy:
                 "schedule, a block gets what the block before it in the schedule handed on."
             )
     objective = _objective(checkpoint, own, stream.blocks.width, causal)
+    if objective == "causal" and not causal:
+        objective = None
+        notes.append(
+            "Positions of this model see later ones, and so the token that they are to predict: no loss is taken."
+        )
+    if objective is not None and own.shape[:2] != inputs.shape[:2]:
+        objective = None
+        notes.append(f"The model gives predictions at {own.shape[1]} of {inputs.shape[1]} positions: no loss is taken.")
     return Anatomy(stream, blocks, tuple(checks), causal, objective, apart <= limit, tuple(notes))
 
 
@@ -156,18 +164,26 @@ def _unequal(inputs: Tensor) -> Tensor:
     return inputs
 
 
-def _guarded(checkpoint: Checkpoint, inputs: Tensor) -> Stream:
-    """The stream, with a copy of each state handed to blocks that would overwrite it."""
-    stream = Stream(checkpoint, find_blocks(checkpoint, inputs))
-    entry = stream.enter(inputs)
-    x = entry.x
-    for index in range(len(stream)):
-        before = x.clone()
-        z = stream.run(entry, index, x)
-        if not torch.equal(before, x):
-            return Stream(checkpoint, stream.blocks, copies_input=True)
-        x = z
-    return stream
+def _guarded(checkpoint: Checkpoint, inputs: Tensor) -> tuple[Stream, Entry]:
+    """The stream, with a copy of each state handed to blocks that would overwrite it, and a batch in it.
+
+    Every block has been run on another state of this batch, its tokens in reverse: of one that keeps something of it
+    for the next run, that run does not give the model's own output.
+    """
+    blocks = find_blocks(checkpoint, inputs)
+    for copies in (False, True):
+        stream = Stream(checkpoint, blocks, copies_input=copies)
+        entry = stream.enter(inputs)
+        x = stream.inherit(entry.x.flip(1), entry.x)
+        for index in range(len(stream)):
+            before = x.clone()
+            z = stream.run(entry, index, x)
+            if not torch.equal(before, x):
+                break
+            x = z
+        else:
+            break
+    return stream, entry
 
 
 def _check_finite(xs: list[Tensor]) -> None:

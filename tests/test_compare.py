@@ -358,6 +358,21 @@ def test_other_warnings() -> None:
     assert "a failed run, not a worse model" in _compared([failed], None).warnings[0]
 
 
+@pytest.mark.parametrize("names", [("pre[warm]", "pre[cold]"), ("a[/b]", "b")])
+def test_names_are_no_markup(names) -> None:
+    out = io.StringIO()
+    show_comparison(depthprobe.compare(*(named(sample(), name) for name in names)), Console(file=out, width=120))
+    assert all(name in out.getvalue() for name in names)
+
+
+def test_a_name_that_begins_with_an_underscore_is_in_the_legend() -> None:
+    found = depthprobe.compare(named(sample(), "_old"), named(sample(post=True), "new"))
+    panel = available(found)[0]
+    axes = np.atleast_1d(Figure().subplots(len(panel.metrics)))
+    draw(found, panel, axes, LIGHT)
+    assert [text.strip() for text in axes[0].get_legend_handles_labels()[1]] == ["_old", "new"]
+
+
 # --- edges ---------------------------------------------------------------------------------------------------------
 
 

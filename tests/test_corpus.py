@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from depthprobe.corpus import Corpus, manual_topics, read
+from depthprobe.effective import shortened
 from depthprobe.errors import CorpusError, UsageError
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 40
@@ -79,6 +80,41 @@ def test_special_tokens_are_those_of_a_text_whatever_the_first_document_is(blank
         assert with_blank.inputs.tolist() == without.inputs.tolist()
         assert with_blank.bos == without.bos
         assert "starts with" in with_blank.bos
+
+
+@pytest.mark.parametrize("vocabulary", [50_000, 128_000])
+def test_a_stream_of_32_bit_ids_is_refused(tmp_path, vocabulary):
+    """Read as 16 bits, it would be half ids that all fit into the vocabulary."""
+    drawn = np.random.default_rng(0).integers(0, vocabulary, 400)
+    drawn.astype("<u4").tofile(tmp_path / "wide.bin")
+    with pytest.raises(CorpusError, match=r"wide.bin looks like ids of 32 bits.*\.npy"):
+        read(tmp_path / "wide.bin", None, tokens=64, seq_len=16, vocab_size=vocabulary)
+    np.minimum(drawn, 65_535).astype("<u2").tofile(tmp_path / "right.bin")
+    assert read(tmp_path / "right.bin", None, tokens=64, seq_len=16, vocab_size=vocabulary).sequences == 4
+
+
+@pytest.mark.parametrize("name", ["text.json", "text.ndjson", "text.JSONL"])
+def test_json_by_other_names_is_no_prose(tmp_path, plain, name):
+    rows = [{"content": text} for text in (TEXT, TEXT[::-1])]
+    (tmp_path / name).write_text("\n".join(json.dumps(row) for row in rows))
+    given = {"tokens": 64, "seq_len": 16}
+    assert read(tmp_path / name, plain, text_field="content", **given).inputs.equal(
+        read([TEXT, TEXT[::-1]], plain, **given).inputs
+    )
+    (tmp_path / name).write_text(json.dumps(rows, indent=1))
+    with pytest.raises(CorpusError, match="an object a line"):
+        read(tmp_path / name, plain, text_field="content", **given)
+
+
+def test_an_encoders_short_sequences_end_as_its_long_ones(tmp_path):
+    corpus = read([TEXT, TEXT], bert(), tokens=64, seq_len=16)
+    short = shortened(corpus, 24, 6)
+    assert short.inputs.shape == (4, 6)
+    assert (short.inputs[:, -1] == 3).all()
+    assert (short.inputs[:, 0] == 2).all()
+    assert short.inputs[:, 1:5].equal(corpus.inputs[:, 1:5])
+    causal = read([TEXT, TEXT], byte_level(bos=True), tokens=64, seq_len=16)
+    assert shortened(causal, 24, 6).inputs.equal(causal.inputs[:, :6])
 
 
 def test_ids_with_padding_are_refused():

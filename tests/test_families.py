@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import depthprobe
 from depthprobe.branches import Reader
 from depthprobe.checkpoint import Checkpoint
+from depthprobe.errors import VerificationError
 from depthprobe.verify import Anatomy, open_stream
 
 STRUCTURES = ("gpt2", "llama", "gemma3", "olmo2", "neox", "opt-post", "bert", "granite")
@@ -276,3 +277,60 @@ def test_the_embedded_gpt2() -> None:
     anatomy = open_stream(checkpoint, inputs)
     assert all([b.placement for b in block.branches] == ["pre", "pre"] for block in anatomy.blocks)
     TestRealModels.verified(checkpoint, anatomy, inputs)
+
+
+class _Wrapped(nn.Module):
+    """A model that is no transformers model, so that nobody tells it to keep no cache."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.inner(ids).logits
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_block_run_again_has_no_memory_of_its_last_run(name: str) -> None:
+    """A cache among a block's arguments would hand it the keys of the state before."""
+    plain, wrapped = build(name), _Wrapped(build(name))
+    wrapped.inner.load_state_dict(plain.state_dict())
+    few = {"device": "cpu", "gradient_tokens": 0, "depth_tokens": 0, "lens_positions": 0}
+    one, other = (depthprobe.analyze(model, ids(4, 20), **few) for model in (plain, wrapped))
+    errors = [report.layers.query("metric == 'interaction_error'")["value"].tolist() for report in (one, other)]
+    assert errors[1] == pytest.approx(errors[0], rel=1e-4)
+    costs = [report.ablations.query("metric == 'state_distance'")["value"].tolist() for report in (one, other)]
+    assert len(costs[0]) > 5
+    assert costs[1] == pytest.approx(costs[0], rel=1e-4)
+
+
+class _Stateful(nn.Module):
+    """A block that adds something of the last state that it was given."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.last: Tensor | None = None
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        before, self.last = self.last, hidden_states
+        kept = 0 if before is None or before.shape != hidden_states.shape else 0.5 * before
+        return hidden_states + self.linear(hidden_states) + kept
+
+
+def test_blocks_that_keep_something_are_refused() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(50, 16)
+            self.blocks = nn.ModuleList(_Stateful(16) for _ in range(3))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            x = self.embed(inputs)
+            for block in self.blocks:
+                block.last = None  # a forward pass of its own begins anew
+                x = block(x)
+            return x
+
+    with pytest.raises(VerificationError, match="keep something from one run to the next"):
+        analyze(Model(), data=torch.arange(48).view(4, 12), device="cpu")

@@ -249,8 +249,10 @@ class TestCounts:
         assert len(kept.slots) == 4
         values = report.layers.set_index("metric")["n"]
         assert set(values["cka_adjacent"]) == {40}
-        x, y = states(sequences=4)
-        assert {one.n for one in pooled(x, y)[0].values()} == {4}
+        x, y = states(sequences=20)
+        found = pooled(x, y)[0]
+        assert {"cka_adjacent", "linearity", "linearity_update"} <= found.keys()
+        assert {one.n for one in found.values()} == {20}
 
     def test_no_interval_goes_beyond_1(self) -> None:
         x, _ = states()

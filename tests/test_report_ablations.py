@@ -17,7 +17,8 @@ from depthprobe.errors import NonFiniteError, OutputError
 from depthprobe.glossary import METRICS
 from depthprobe.report import Report, figures, screen
 from depthprobe.report.ablation_tables import headline_merge, merges, others, schedule_table, series
-from depthprobe.report.findings import caveat, findings
+from depthprobe.report.findings import findings
+from depthprobe.report.headline import caveat
 from depthprobe.report.html import page
 from depthprobe.report.panels import DARK, LIGHT
 from depthprobe.report.schema import ABLATION_COLUMNS
@@ -240,6 +241,9 @@ def test_other_findings():
     assert said(replace(ablated(), merging={}))["Few sequences"] == said(ablated())["Few sequences"]
     assert "if blocks were removed or merged" in caveat(sample())
     assert "one change at a time" in caveat(ablated())
+    deep = caveat(replace(sample(), depth=pd.DataFrame({"name": ["stages"]})))
+    assert "skip or merge units" in deep
+    assert "does not say how the loss would change" not in deep
 
 
 @pytest.mark.parametrize("name", CHANGED)

@@ -1,8 +1,10 @@
 import io
+from dataclasses import replace
 
 import matplotlib as mpl
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 from report_samples import VARIANTS, bare, half, headless, one_block, sample
 
@@ -47,6 +49,19 @@ def test_rounding_is_shaded():
         np.asarray(Image.open(io.BytesIO(figures.render(r, "interaction"))).convert("L")) for r in (sample(), half())
     )
     assert (shaded < 240).mean() > (plain < 240).mean() + 0.1
+
+
+def test_a_shaded_floor_leaves_a_wide_axis_readable():
+    """It is drawn on a linear axis from 0, which is nowhere on a log one."""
+    report = half()
+    layers = report.layers.copy()
+    first = (layers["metric"] == "update_ratio") & (layers["layer"] == 0)
+    layers.loc[first, ["value", "ci_low", "ci_high"]] *= 50
+    ax = Figure().subplots()
+    next(panel for panel in PANELS if panel.name == "update_ratio").draw(replace(report, layers=layers), [ax], LIGHT)
+    low, high = ax.get_ylim()
+    assert ax.get_yscale() == "log"
+    assert 0.01 < low < high
 
 
 def test_svg_is_reproducible_and_has_no_date():

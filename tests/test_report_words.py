@@ -6,11 +6,12 @@ import re
 from dataclasses import replace
 
 import pytest
-from report_samples import HOSTILE, VARIANTS, bare, blocks_only, half, headless, one_block, sample
+from report_samples import HOSTILE, VARIANTS, bare, blocks_only, half, headless, interval, one_block, sample
 from rich.console import Console
 
 from depthprobe.report import screen, tables
-from depthprobe.report.findings import findings, headline, sentences
+from depthprobe.report.findings import findings, sentences
+from depthprobe.report.headline import headline
 from depthprobe.report.html import page
 
 
@@ -49,6 +50,35 @@ def test_growth():
     assert "no fitted law that describes it well" in said(poor)["Growth"]
     humped = changed(report, "residual_norm", lambda v: 100 - (v - 25) ** 2 / 10)
     assert "largest at x_8" in said(humped)["Growth"]
+
+
+def test_the_two_laws_are_compared_over_the_same_states():
+    """Exponential from x_1 on, with a small embedding before it: a rate over x_0 too would fit badly."""
+    growth = {**sample().growth, "growth_rate_after": interval(1.1, 0.005), "r2_rate_after": 1.0, "r2_rate": 0.59}
+    text = said(replace(sample(), growth=growth))["Growth"]
+    assert "closest to a constant rate, × 1.100" in text
+    assert re.search(r"R² is 1\S* for a constant rate, 0.91 for a power law", text)
+
+
+def test_a_parallel_model_is_said_to_be_so_once():
+    report = sample()
+    anatomy = {**report.anatomy, "summary": "pre, parallel (not so in block 3)", "parallel": True}
+    assert "12 blocks, pre (not so in block 3) norm, parallel, width 64" in headline(replace(report, anatomy=anatomy))
+
+
+@pytest.mark.parametrize(
+    ("count", "words"), [(999_885_952, "1 B"), (999_400_000, "999 M"), (999_600, "1 M"), (1_234, "1.23 k")]
+)
+def test_sizes(count, words):
+    report = sample()
+    assert f"{words} parameters" in headline(replace(report, model={**report.model, "parameters": count}))
+
+
+def test_few_documents_are_few_however_many_sequences():
+    report = sample()
+    few = replace(report, corpus={**report.corpus, "documents": 2})
+    assert "only 2 documents" in said(few)["Few documents"]
+    assert not {"Few documents", "Few sequences"} & said(report).keys()
 
 
 def test_post_norm_streams_are_not_said_to_grow():

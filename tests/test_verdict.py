@@ -255,6 +255,41 @@ def test_g1_and_g2_are_judged_at_initialisation_alone() -> None:
     assert one(flat, "G2", "gradients are flat: the median", "pre")["verdict"] == "supported"
 
 
+def test_step_0_is_no_trained_model() -> None:
+    table = verdict([case(sample(), tokens=0)])
+    found = table[table["claim"].isin(["R1", "R2", "M1"])]
+    assert set(found["verdict"]) == {CANNOT}
+    assert found["reason"].str.contains("a random initialisation: the claim is about trained models").all()
+    assert (
+        "1 initialisations, 10 are needed"
+        in rows(verdict([case(sloped(sample(post=True)), tokens=0)]), "G1")["reason"].iloc[0]
+    )
+
+
+def test_too_few_blocks_name_what_is_missing() -> None:
+    """The last of four blocks has no next one, and so no interaction."""
+    report = sample(4)
+    keep = (report.layers["metric"] != "interaction_error") | (report.layers["layer"] < 2)
+    found = rows(verdict([case(replace(report, layers=report.layers[keep]))]), "M1")
+    assert "interaction_error has no value in some third of 4 blocks" in found["reason"].iloc[0]
+
+
+def test_one_block_has_no_gradient_from_top_to_bottom() -> None:
+    report = fresh(False, 1.0)
+    one_ = replace(report, model={**report.model, "blocks": 1})
+    found = rows(verdict([case(one_)]), "G2")
+    assert found["verdict"].tolist() == [CANNOT]
+    assert "one block has no first and last" in found["reason"].iloc[0]
+
+
+def test_the_clusters_of_an_interval_are_named() -> None:
+    report = sample()
+    few = replace(report, corpus={**report.corpus, "documents": 3})
+    assert verdict([case(few)])["reason"].str.contains("over the 3 documents of one model").any()
+    one_text = replace(report, corpus={**report.corpus, "documents": None})
+    assert verdict([case(one_text)])["reason"].str.contains("over the sequences of one model").any()
+
+
 def test_g1_needs_enough_initialisations_and_no_training() -> None:
     few = rows(verdict([case(fresh(True, 0.3, 3))]), "G1")
     assert few["verdict"].tolist() == [CANNOT]

@@ -134,6 +134,8 @@ def open_run(
     for folder in folders:
         report, told = analyze_one(str(folder), None if folder == path else f"{name}/{folder.name}")
         points.append(Point(report, training_of(folder)))
+    if folders[-1] != path and (failed := training_of(path).failed):  # whose last weights were not fit to be kept
+        points[-1] = replace(points[-1], training=replace(points[-1].training, failed=failed))
     how = told if len(points) == 1 else f"{len(points)} checkpoints, the last {told}"
     return Run(name, text, how, tuple(points), _seed(points[-1].training, name))
 

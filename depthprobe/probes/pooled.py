@@ -142,7 +142,7 @@ def fitted(bounds: tuple[int, ...]) -> int:
     return int(sizes.sum() - np.bincount(np.arange(len(sizes)) % FOLDS, sizes).max())
 
 
-def linearity(layer: int, pair: Pair, n: int) -> Iterator[Pooled]:
+def linearity(layer: int, pair: Pair, sequences: int) -> Iterator[Pooled]:
     """Held-out R² of ridge maps from a state to the next one and to the update; every fold from the others.
 
     One inverse serves both: with A = Σ x xᵀ + λI, the map to the update is A⁻¹ Σ x Δᵀ, and the map to the next state,
@@ -178,7 +178,7 @@ def linearity(layer: int, pair: Pair, n: int) -> Iterator[Pooled]:
     for metric, wrong, total in zip(names, errors, totals, strict=True):
         if total.sum() > 0:  # no update at all leaves nothing to predict
             left_out = 1 - (wrong.sum() - wrong) / (total.sum() - total)
-            yield Pooled(metric, layer, _at_most_one(jackknife(1 - wrong.sum() / total.sum(), left_out)), n)
+            yield Pooled(metric, layer, _at_most_one(jackknife(1 - wrong.sum() / total.sum(), left_out)), sequences)
 
 
 def _energy(x: Tensor) -> float:

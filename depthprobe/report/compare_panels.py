@@ -107,6 +107,7 @@ def _line(ax: Axes, name: str, place: int, rows: pd.DataFrame, theme: Theme) -> 
     dashes = ("-", (0, (4, 1.5)), (0, (1.5, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
     shown = visible(name)
     short = shown if len(shown) <= 28 else f"{shown[:13]}…{shown[-14:]}"
+    short = f" {short}" if short.startswith("_") else short  # which would keep it out of the legend
     ax.plot(x, rows["value"], color=colour, label=short.replace("$", r"\$"), linewidth=1.6,
             linestyle=dashes[place % len(dashes)], marker=_MARKERS[place % len(_MARKERS)],
             markersize=5 if len(rows) <= 40 else 3, markeredgecolor=theme.background, markeredgewidth=0.5)  # fmt: skip

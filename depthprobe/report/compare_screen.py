@@ -63,7 +63,7 @@ def _scalars(comparison: Comparison, width: int) -> Table:
     more = len(comparison.lines) - shown
     grid.add_column(f"(and {more} more lines)" if more > 0 else "", no_wrap=True)
     for heading in table.headings:
-        grid.add_column(_short(heading), justify="right", no_wrap=True)
+        grid.add_column(Text(_short(heading)), justify="right", no_wrap=True)
     for what, cells in table.rows:
         grid.add_row(what, *cells)
     return grid

@@ -30,7 +30,7 @@ from depthprobe.report.tables import (
 )
 from depthprobe.report.words import FEW, Finding, capital, ends, plural
 
-__all__ = ["caveat", "findings", "headline", "sentences"]
+__all__ = ["findings", "sentences"]
 
 _CLOSE = 0.1  # angular distance, in units of π: 18 degrees
 _FITS = 0.8  # R² below which neither law of growth is called a fit
@@ -61,37 +61,6 @@ def sentences(report: Report) -> list[str]:
     return [f"{finding.text} {finding.more}".strip() for finding in findings(report)]
 
 
-def caveat(report: Report) -> str:
-    """What the measurements do not say."""
-    if report.ablations.empty:
-        return (
-            "All of this was measured on unmodified runs over this corpus. It does not say how the loss would change "
-            "if blocks were removed or merged."
-        )
-    return (
-        "Costs are those of one change at a time, over this corpus and without any further training: they do not say "
-        "what several changes would cost together, or how much of the cost training would win back. All else was "
-        "measured on unmodified runs."
-    )
-
-
-def headline(report: Report) -> str:
-    """One line on what was measured: depth, build, size, corpus."""
-    model, corpus = report.model, report.corpus
-    blocks, tokens = model["blocks"], corpus["sequences"] * corpus["tokens"]
-    build = report.anatomy.get("summary")
-    parts = [
-        f"{blocks} block{plural(blocks)}",
-        f"width {model['width']:,}",
-        f"{_millions(model['parameters'])} parameters",
-    ]
-    if build and placements(report):
-        parts.insert(1, f"{build} norm{', parallel' if report.anatomy.get('parallel') else ''}")
-    what = "positions" if model.get("inputs") == "states" else "tokens"
-    over = f"{tokens:,} {what} in {corpus['sequences']:,} sequence{plural(corpus['sequences'])}"
-    return f"{', '.join(parts)}; measured on {over}, {model['dtype']}"
-
-
 def _growth(report: Report) -> Finding | None:
     norms = by_layer(report, "residual_norm")
     if len(norms) < 2:
@@ -113,8 +82,9 @@ def _growth(report: Report) -> Finding | None:
 
 def _law(report: Report, states: int) -> tuple[str, str]:
     """Which of the two fitted laws is closer, and how close both are; nothing for so few states that any law fits."""
-    said = {"growth_rate": ("a constant rate", "× {} a block", 4), "growth_power": ("a power law", "exponent {}", 3)}
-    quality = {"growth_rate": report.growth.get("r2_rate"), "growth_power": report.growth.get("r2_power")}
+    rate = "growth_rate_after" if "growth_rate_after" in report.growth else "growth_rate"  # older reports have no other
+    said = {rate: ("a constant rate", "× {} a block", 4), "growth_power": ("a power law", "exponent {}", 3)}
+    quality = {rate: report.growth.get(rate.replace("growth", "r2")), "growth_power": report.growth.get("r2_power")}
     known = {key: r2 for key, r2 in quality.items() if r2 is not None and _known(report.growth.get(key))}
     if not known or states < 4:
         return "", ""
@@ -313,6 +283,9 @@ def _precision(report: Report) -> Finding | None:
 
 
 def _few(report: Report) -> Finding | None:
+    if (documents := report.corpus.get("documents") or FEW) < FEW:
+        text = f"Every interval rests on only {documents} documents: with fewer than {FEW} it tends to be too narrow."
+        return Finding("Few documents", text)
     count = report.corpus["sequences"]
     changed = count if report.ablations.empty else sequences(report)
     if count >= FEW and changed >= FEW:
@@ -331,13 +304,6 @@ def _few(report: Report) -> Finding | None:
 
 def _known(value: Any) -> bool:
     return isinstance(value, dict) and value.get("value") is not None
-
-
-def _millions(parameters: int) -> str:
-    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if parameters >= size:
-            return f"{parameters / size:.3g} {letter}"
-    return str(parameters)
 
 
 def _article(unit: str) -> str:

@@ -16,8 +16,9 @@ from depthprobe.report import ablation_tables, depth_tables, figures, gradient_t
 from depthprobe.report.ablation_panels import ABLATION_PANELS
 from depthprobe.report.depth_panels import DEPTH_PANELS, LATER_PANELS
 from depthprobe.report.fetched import fetched_words
-from depthprobe.report.findings import caveat, findings, headline
+from depthprobe.report.findings import findings
 from depthprobe.report.gradient_panels import GRADIENT_PANELS
+from depthprobe.report.headline import caveat, headline
 from depthprobe.report.panels import DARK, LIGHT, PANELS, Panel, Theme
 from depthprobe.report.phase_panels import PHASE_PANELS
 from depthprobe.report.schema import Report

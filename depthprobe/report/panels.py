@@ -151,7 +151,10 @@ def _zero(ax: Axes, theme: Theme) -> None:
 def _log_if_wide(ax: Axes, tables: Sequence[pd.DataFrame]) -> None:
     values = np.concatenate([rows["value"].to_numpy() for rows in tables]) if tables else np.array([])
     if values.size and values.min() > 0 and values.max() / values.min() > 20:
+        low, high = ax.get_ylim()
         ax.set_yscale("log")
+        if low <= 0:  # as a shaded floor has it, which nothing on a log axis is
+            ax.set_ylim(values.min() / 1.3, high)
 
 
 def _growth(report: Report, axes: Sequence[Axes], theme: Theme) -> None:

@@ -92,7 +92,8 @@ class Report:
         layers: the rows of `layers.csv`: layer, unit, metric, value, ci_low, ci_high, n (sequences).
         pairs: the rows of `pairs.csv`: i, j, metric, value, ci_low, ci_high, n (sequences).
         growth: cross_share, growth_power, growth_rate, update_growth_rate, each with value, ci_low and ci_high or
-            None; r2_power, r2_rate; decomposition, a list of layer, stream, start, updates, cross in squared norms.
+            None; r2_power, r2_rate; growth_rate_after and r2_rate_after, of x_1 on; decomposition, a list of layer,
+            stream, start, updates, cross in squared norms.
         sinks: positions whose norm exceeds 50 times the median of its layer: position, sequences, first_layer,
             last_layer, max_norm, max_ratio.
         skipped: what leaving out the first positions changed: metric, layer, unit, without, including.

@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from depthprobe.report.depth_tables import CONTROLS, control_names, depth_lines
-from depthprobe.report.findings import findings, headline
+from depthprobe.report.findings import findings
+from depthprobe.report.headline import headline
 from depthprobe.report.schema import Report
 from depthprobe.report.tables import anatomy_rows, layer_table, number, visible
 
