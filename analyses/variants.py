@@ -27,7 +27,7 @@ from runs import Run
 
 from depthprobe.analysis import analyze
 from depthprobe.contrast import over_seeds
-from depthprobe.criteria import CRITERIA, LESS, MORE, Criterion
+from depthprobe.criteria import CRITERIA, LESS, Criterion
 from depthprobe.evidence import FITS
 from depthprobe.lab import LabConfig, LabForCausalLM, LabForMaskedLM
 from depthprobe.lab.byte_tokens import byte_tokenizer
@@ -164,7 +164,7 @@ def verdict_of(
     of_start = claim in ("G1", "G2")
     rows = study.arm(norms, arm=arm, claim=claim, criterion=criterion)
     each = None if of_start else next(one for one in criteria() if (one.claim, one.sentence) == (claim, criterion))
-    logs = each is None or each.high in (LESS, MORE)
+    logs = each is None or LESS in (each.low, each.high)  # an exponent is no ratio
     values = rows["value"].dropna().to_numpy()
     if each is None:
         low, high = (-math.inf, -study.LOG_MARGIN) if claim == "G1" else (-study.LOG_MARGIN, study.LOG_MARGIN)
@@ -254,7 +254,25 @@ def section(results: Path) -> study.Section:
         return "\n\n".join([INTRODUCTION, study.verdicts(found), FIGURE, arms, SECONDARY, each])
 
     figure = study.Figure(NAME, partial(draw, table, beside, norms), 6.0, 2, shared=False)
-    return study.Section(NAME, tuple(primary(table, beside, norms)), text, (figure,), MINDS)
+    told = notes(table, beside, norms)
+    return study.Section(NAME, tuple(primary(table, beside, norms)), text, (figure,), MINDS, told)
+
+
+def notes(table: pd.DataFrame, beside: pd.DataFrame, norms: pd.DataFrame) -> dict[str, str]:
+    """What the verdicts do not say; added when the rows were known."""
+    post = warmup.at_best(beside, "post")["test"].to_numpy()
+    gains = []
+    for arm in TUNED:
+        rows = study.arm(table, stage="confirm", arm=arm).sort_values("seed")
+        if len(rows) == len(post) and (rows["status"] == "done").all():
+            gains.append(f"{arm} {warmup.span_of(rows['test'].to_numpy() - post)}")
+    found = pairs_of(norms, failures(table, beside))
+    by_norm = {suffix: [word for arm, _, word in found if arm.endswith(f"-{suffix}")] for suffix in NORMS}
+    words = "; ".join(
+        f"{WORDS[suffix]} {pairs.count('supported')} of {len(pairs)}" for suffix, pairs in by_norm.items()
+    )
+    first = f"Less post-LN, each at its best, the loss is, by arm: {'; '.join(gains)}." if gains else ""
+    return {"S1": first, "N1": f"Verdicts that are the same as LayerNorm's, by norm: {words}."}
 
 
 INTRODUCTION = f"""### S1, N1: other initialisations, attention and norms (`{NAME}.py`)
@@ -285,8 +303,8 @@ def draw(table: pd.DataFrame, beside: pd.DataFrame, norms: pd.DataFrame, axes: l
         axes[0].plot(rows["lr"], rows["dev"], "o-", color=colour, label=f"{arm}, warm-up {warm}", linewidth=1.3)
     axes[0].set_xscale("log")
     axes[0].set_xlabel("learning rate")
-    axes[0].set_ylabel("loss on dev, nats")
-    axes[0].legend()
+    axes[0].set_ylabel("loss on dev, nats, seed 0")
+    axes[0].legend(fontsize="small", ncols=2, loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
     for place, placement in enumerate(("pre", "post")):
         for row, suffix in enumerate(WORDS):
             arm = f"{placement}{'-' if suffix else ''}{suffix}"
