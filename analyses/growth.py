@@ -161,12 +161,13 @@ def rows_of(checkpoint: models.Checkpoint, corpus: Corpus, anatomy: Anatomy) -> 
     found = report.layers[report.layers["metric"].isin(BY_LAYER)]
     wide = found.pivot(index=["layer", "unit"], columns="metric", values="value").reset_index()
     start = start_left(anatomy, corpus).assign(unit="block")
-    cross, power = report.growth["cross_share"], report.growth["growth_power"]
+    power, end = report.growth["growth_power"], report.growth["decomposition"][-1]
+    gained = end["stream"] - end["start"]  # of either sign: the report states a share only where the stream grows
     norms = sum(branch.norm is not None for block in anatomy.blocks for branch in block.branches)
     model = {
         "layer": 0, "unit": "model", "norms": float(norms), "growth_power": power["value"] if power else math.nan,
         "r2_power": math.nan if report.growth["r2_power"] is None else report.growth["r2_power"],
-        "cross_share": cross["value"] if cross else math.nan,
+        "cross_share": end["cross"] / gained if gained else math.nan,
     }  # fmt: skip
     table = pd.concat([wide.merge(start, "left", ["layer", "unit"]), pd.DataFrame([model])], ignore_index=True)
     order = table["layer"] + (table["unit"] == "model") * count + table["unit"].map(UNITS.index) / len(UNITS)
