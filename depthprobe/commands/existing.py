@@ -51,7 +51,7 @@ def _readable(target: Path) -> Report:
         return Report.load(target)
     except OutputError as error:
         raise OutputError(
-            f"{target} holds a report that cannot be read", fix="remove it, or choose another --out"
+            f"{target} holds a report that cannot be read: {error.found}", fix="remove it, or choose another --out"
         ) from error
 
 
