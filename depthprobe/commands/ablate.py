@@ -172,10 +172,10 @@ def _joins(report: Report, place: dict[str, Any]) -> bool:
     """Whether ablations made there can stand beside the report's own; says so if they take their place."""
     from depthprobe.progress import say
 
-    before, unlike = report.merging, {"corpus"}
+    before = report.merging
     if not before:
         return False
-    odd = [name for name, value in place.items() if name not in unlike and before.get(name) != value]
+    odd = [name for name, value in place.items() if name != "corpus" and before.get(name) != value]
     if odd:
         count = report.ablations[["schedule", "combine"]].drop_duplicates().shape[0]
         words = ", ".join(f"{_WORDS.get(name, name)} {before.get(name, 'not said')}, here {place[name]}" for name in odd

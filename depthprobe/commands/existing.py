@@ -116,7 +116,6 @@ def finished_report(
     Raises:
         OutputError: the report there cannot be read, or is of other weights, another text or other options.
     """
-
     if not (target / "report.json").exists():
         return None
     report = _readable(target)

@@ -110,10 +110,9 @@ def gradients(
     settings.check()
     say(f"Loading {checkpoint}")
     model, corpus, anatomy = prepare(checkpoint, data, **given)
-    if not fresh:
-        refuse_offloaded(model.offload, "gradients were asked for")
     if fresh:
         model, corpus, anatomy = prepare(fresh_twin(model, seed), corpus)
+    refuse_offloaded(model.offload, "gradients were asked for")
     settings.cotangents(anatomy, corpus)  # before anything is measured
     target = folder_of(model, out)
     check_writable(target)

@@ -39,7 +39,7 @@ class Analyzer:
         """The report of a checkpoint, from `folder` below the reports or its own name there, and how it was got."""
         if announced()[1] > 1:  # each process would measure all of it, and write over the others' files
             raise UsageError(
-                f"several processes compare {source}, which has no report yet", "folders with reports",
+                f"several processes compare the checkpoint {source}", "folders with reports",
                 "analyze it first, with as many processes, and then compare in one",
             )  # fmt: skip
         preparing = {name: value for name, value in self.options.items() if name not in _ANALYZING}

@@ -43,15 +43,16 @@ class Interaction:
         self.before = None
 
     def _update(self, batch: Batch, index: int, x: Tensor) -> Tensor:
-        return batch.reader.visit(batch.entry, index, x).update
+        update = batch.reader.visit(batch.entry, index, x).update
+        finite = torch.isfinite(update[:, batch.skip :]).all(dim=-1).all(dim=-1).cpu().numpy()
+        if not finite.all():  # a mean that is no number would count as a sequence that was not measured
+            what = f"block {index}'s update without that of block {index - 1}"
+            dtype = str(x.dtype).removeprefix("torch.")
+            raise NonFiniteError.of_change(what, dtype, int(batch.sequences[~finite][0]))
+        return update
 
     def _add(self, batch: Batch, metric: str, layer: int, values: Tensor) -> None:
-        means = mean_tokens(values, batch.skip)
-        if not np.isfinite(means).all():  # which would count as a sequence that was not measured
-            what = f"block {layer + 1}'s update without that of block {layer} ({metric})"
-            dtype = str(self.before.dtype if self.before is not None else values.dtype).removeprefix("torch.")
-            raise NonFiniteError.of_change(what, dtype, int(batch.sequences[~np.isfinite(means)][0]))
-        self.means.add((metric, "block", layer), batch.sequences, means)
+        self.means.add((metric, "block", layer), batch.sequences, mean_tokens(values, batch.skip))
 
 
 def _error(true: Tensor, other: Tensor) -> Tensor:
