@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from families import build
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoTokenizer, BertConfig, GPT2Config, LlamaConfig
 
-from depthprobe.checkpoint import Checkpoint, load
+from depthprobe.checkpoint import Checkpoint, _looks_like_path, load
 from depthprobe.errors import CheckpointError, DepthprobeError, UsageError
 
 WEIGHTS = Path(__file__).resolve().parents[1] / ".weights"
@@ -851,3 +852,19 @@ def test_minilm(no_network: list[str]) -> None:
     reference = AutoTokenizer.from_pretrained(MINILM, local_files_only=True)
     assert checkpoint.tokenizer("How deep is it?").input_ids == reference("How deep is it?").input_ids
     assert no_network == []
+
+
+def test_a_module_cast_from_python_keeps_what_was_computed() -> None:
+    """Rotary frequencies in bfloat16 would be 0.4 rad off at position 255; loading in bfloat16 keeps them."""
+    model = build("llama")
+    before = {name: values.clone() for name, values in model.named_buffers() if "inv_freq" in name}
+    assert before
+    load(model, dtype="bfloat16", device="cpu")
+    assert {values.dtype for values in model.parameters()} == {torch.bfloat16}
+    after = dict(model.named_buffers())
+    assert all(torch.equal(values, after[name]) for name, values in before.items())
+
+
+@pytest.mark.parametrize(("text", "path"), [("org/name@refs/pr/3", False), ("a/b/c", True), ("org/name", False)])
+def test_a_revision_may_have_slashes(text: str, path: bool) -> None:
+    assert _looks_like_path(text) is path

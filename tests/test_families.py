@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -334,3 +334,24 @@ def test_blocks_that_keep_something_are_refused() -> None:
 
     with pytest.raises(VerificationError, match="keep something from one run to the next"):
         analyze(Model(), data=torch.arange(48).view(4, 12), device="cpu")
+
+
+def test_no_loss_of_a_model_that_sees_what_it_is_to_predict() -> None:
+    class Bidirectional(nn.Module):
+        def __init__(self, last: bool) -> None:
+            super().__init__()
+            self.inner, self.last = build("llama"), last
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            logits = self.inner(input_ids).logits
+            return logits[:, -1:] if self.last else logits
+
+    partial = open_stream(depthprobe.load(Bidirectional(last=True), device="cpu"), ids(4, 20))
+    assert partial.objective is None
+    assert "predictions at 1 of 20 positions" in " ".join(partial.notes)
+    model = build("bert")
+    seen = open_stream(replace(depthprobe.load(model, device="cpu"), objective="causal"), ids(4, 20))
+    assert not seen.causal
+    assert seen.objective is None
+    assert "no loss is taken" in " ".join(seen.notes)
+    assert open_stream(depthprobe.load(build("llama"), device="cpu"), ids(4, 20)).objective == "causal"
