@@ -395,6 +395,14 @@ class Evil:
         return (os.mkdir, ("should-not-exist",))
 
 
+def test_a_fork_of_nanogpt_with_further_tensors_is_refused(tmp_path: Path) -> None:
+    """What they do would be left out without a trace."""
+    _, saved = nanogpt()
+    saved["model"]["transformer.h.0.attn.q_norm.weight"] = torch.ones(8)
+    torch.save(saved, tmp_path / "ckpt.pt")
+    assert "a model that is not nanoGPT's" in refused(tmp_path / "ckpt.pt")
+
+
 def test_bad_nanogpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "x.pt"

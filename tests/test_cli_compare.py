@@ -1,6 +1,7 @@
 """`depthprobe compare` from training to verdict: the same numbers by every way, reports that are reused, refusals."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,9 @@ from lab_runs import tiny
 from report_samples import sample
 
 import depthprobe
-from depthprobe import Comparison, cli
+from depthprobe import Comparison, Report, cli
+from depthprobe.comparison.analyzed import _ANALYZING, _matching, _of_text
+from depthprobe.comparison.runs import open_run
 from depthprobe.contrast import paired
 from depthprobe.report import compare_html, files
 
@@ -226,3 +229,32 @@ def test_a_group_may_name_runs_that_are_given_too(tmp_path: Path, monkeypatch: p
     found = Comparison.load("out")
     assert [(run["name"], run["group"]) for run in found.runs] == [("b", ""), ("a-s1", "a")]
     np.testing.assert_allclose(found.differences["difference"], 0, atol=1e-12)
+
+
+def test_a_report_of_other_ids_or_other_options_is_not_taken_for_the_one_asked_for(home: Path, lab: Path) -> None:
+    """The text's hash and the sizes may agree though BOS, the tokenizer or an option that was not named do not."""
+    (found,) = (Report.load(path.parent) for path in (home / "reports").glob("pre-s2/report.json"))
+    options = {name: found.run["options"][name] for name in ("seed", *_ANALYZING)}
+    mine = {
+        "fingerprint": found.model["fingerprint"], "dtype": found.model["dtype"], "corpus": _of_text(found.corpus),
+        "options": options,
+    }  # fmt: skip
+    assert _matching(home / "reports" / "pre-s2", mine) is not None
+    for name, other in (("bos", "Nothing was put in front."), ("first_ids", [0] * 16)):
+        assert (
+            _matching(home / "reports" / "pre-s2", {**mine, "corpus": _of_text({**found.corpus, name: other})}) is None
+        )
+    assert _matching(home / "reports" / "pre-s2", {**mine, "options": {**options, "skip_first": 3}}) is None
+
+
+def test_a_run_that_diverged_is_a_failed_one_at_its_last_checkpoint(lab: Path, home: Path, tmp_path: Path) -> None:
+    """Its last weights were not fit to be kept, and the checkpoint before knows nothing of it."""
+    run_ = shutil.copytree(lab / "pre-s1", tmp_path / "pre-s1")
+    (run_ / "config.json").unlink()
+    record = json.loads((run_ / "run.json").read_text())
+    record["result"] |= {"status": "failed", "reason": "diverged: the loss is not finite at step 12"}
+    (run_ / "run.json").write_text(json.dumps(record))
+    found = open_run(run_, reports=tmp_path / "reports", options=OPTIONS)
+    assert found.points[-1].training.step == 10
+    assert found.points[-1].training.failed == "diverged: the loss is not finite at step 12"
+    assert found.points[0].training.failed is None
