@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import re
 from pathlib import Path
@@ -109,6 +110,16 @@ def test_losses_are_of_the_two_halves_and_of_no_training_text(runs: ModuleType, 
     counts = np.bincount(runs.text().stream, minlength=runs.text().vocab_size) + 1
     asked = runs.halves()["dev"][0][:, 1:].numpy()
     assert runs.unigram() == pytest.approx(-np.log(counts / counts.sum())[asked].mean())
+
+
+def test_sgd_is_run_without_decay_where_it_is_asked_for(runs: ModuleType, tmp_path: Path) -> None:
+    decays = {}
+    for optimizer in ("sgd", runs.SGD_PLAIN):
+        home = runs.ensure(small(runs, optimizer=optimizer, lr=0.1), tmp_path)
+        settings = json.loads((home / "run.json").read_text())["settings"]
+        assert settings["optimizer"] == "sgd"
+        decays[optimizer] = settings["weight_decay"]
+    assert decays == {"sgd": 0.1, runs.SGD_PLAIN: 0.0}
 
 
 def test_a_run_that_learns_nothing_has_failed(runs: ModuleType, tmp_path: Path) -> None:
