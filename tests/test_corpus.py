@@ -3,6 +3,7 @@ import io
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
+from depthprobe.controls import random_tokens
 from depthprobe.corpus import Corpus, manual_topics, read
 from depthprobe.effective import shortened
 from depthprobe.errors import CorpusError, UsageError
@@ -113,6 +115,9 @@ def test_an_encoders_short_sequences_end_as_its_long_ones(tmp_path):
     assert (short.inputs[:, -1] == 3).all()
     assert (short.inputs[:, 0] == 2).all()
     assert short.inputs[:, 1:5].equal(corpus.inputs[:, 1:5])
+    drawn = random_tokens(SimpleNamespace(vocab_size=30), corpus, 0).inputs
+    assert (drawn[:, -1] == 3).all()
+    assert not drawn[:, 1:-1].equal(corpus.inputs[:, 1:-1])
     causal = read([TEXT, TEXT], byte_level(bos=True), tokens=64, seq_len=16)
     assert shortened(causal, 24, 6).inputs.equal(causal.inputs[:, :6])
 
