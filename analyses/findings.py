@@ -93,7 +93,8 @@ def claims(sections: Sequence[study.Section], found: Sequence[study.Verdict]) ->
         word = study.of_claim([word for *_, word in mine])
         seeds = "/".join(dict.fromkeys(study.seeds_of(test) for test, *_ in mine))
         part = home[claim.name]
-        figure = f"[{part.figures[0].name}](figures/{part.figures[0].name}.png)" if part.figures else ""
+        shown = [each.name for each in part.figures if claim.name in each.claims or not each.claims]
+        figure = f"[{shown[0]}](figures/{shown[0]}.png)" if shown else ""
         rows.append(
             [claim.name, claim.sentence, f"**{word}**", measured(mine, part), seeds, figure, part.minds[claim.name]]
         )

@@ -115,8 +115,9 @@ def pairs_part(results: Path) -> study.Section:
             [parallel_pairs.INTRODUCTION, study.verdicts(found), figure, parallel_pairs.overview(*tables)]
         )
 
-    figure = study.Figure(NAME, partial(parallel_pairs.draw, *tables), 3.2)
-    return study.Section(NAME, tuple(parallel_pairs.primary(*tables)), text, (figure,), {"M3": parallel_pairs.MIND})
+    figure = study.Figure(NAME, partial(parallel_pairs.draw, *tables), 3.2, claims=("M3",))
+    tests, told = tuple(parallel_pairs.primary(*tables)), {"M3": parallel_pairs.note(*tables)}
+    return study.Section(NAME, tests, text, (figure,), {"M3": parallel_pairs.MIND}, told)
 
 
 # M2: measuring
@@ -202,7 +203,7 @@ def rho_part(results: Path, blocks: int) -> study.Section:
         parts = [RHO_INTRODUCTION, choices(table), study.verdicts(found), RHO_FIGURE, secondary(table), overview(table)]
         return "\n\n".join(filter(None, [*parts, sentences(table)]))
 
-    figure = study.Figure(f"{NAME}_rho", partial(rho_draw, table), 5.4, 2)
+    figure = study.Figure(f"{NAME}_rho", partial(rho_draw, table), 5.4, 2, claims=("M2",))
     notes = rho_notes(table)
     return study.Section(NAME, tuple(rho_primary(table)), text, (figure,), {"M2": RHO_MIND}, notes, ("M2",))
 

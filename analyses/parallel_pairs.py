@@ -96,9 +96,7 @@ def of_arm(table: pd.DataFrame, beside: pd.DataFrame, arm: str) -> study.Test:
     region = (-LIMIT, LIMIT) if placement == "pre" else (LIMIT, math.inf)
     predicted = f"within ± {LIMIT}" if placement == "pre" else f"above {LIMIT}"
     about = f"{WORDS[arm]}: (parallel − sequential) / (half as deep − sequential) in loss; predicted {predicted}"
-    deep = int(table["blocks"].max())
-    parts = [study.arm(table, stage="confirm", arm=arm).sort_values("seed")]
-    parts += [beside_runs(table, beside, placement, blocks) for blocks in (deep, deep // 2)]
+    parts = compared(table, beside, arm)
     seeds = [[int(seed) for seed in part["seed"]] for part in parts]
     if seeds != [[*SEEDS]] * len(parts):
         return study.Unjudged("M3", about, f"runs are missing: seeds {seeds}")
@@ -107,11 +105,34 @@ def of_arm(table: pd.DataFrame, beside: pd.DataFrame, arm: str) -> study.Test:
         return study.Unjudged("M3", about, "failed: {} parallel, {} sequential, {} half as deep".format(*failed))
     parallel, whole, half = (part["test"].to_numpy() for part in parts)
     if over_seeds(half - whole).low <= 0 or min(half - whole) <= 0:  # a ratio of such a gap means nothing
-        found = study.span(over_seeds(half - whole))
+        found = f"half as deep minus sequential {apart(half - whole)}"
         return study.Unjudged(
-            "M3", about, f"half as deep is not worse than sequential by more than chance, in every seed: {found} nats"
+            "M3", about, f"half as deep is not worse than sequential by more than chance, in every seed: {found}"
         )
     return study.Primary("M3", about, tuple((parallel - whole) / (half - whole)), *region, logs=False)
+
+
+def compared(table: pd.DataFrame, beside: pd.DataFrame, arm: str) -> list[pd.DataFrame]:
+    """The judging runs of a parallel arm, and of the sequential ones as deep and half as deep, by seed."""
+    deep = int(table["blocks"].max())
+    sequential = [beside_runs(table, beside, PARALLEL[arm], blocks) for blocks in (deep, deep // 2)]
+    return [study.arm(table, stage="confirm", arm=arm).sort_values("seed"), *sequential]
+
+
+def apart(values: np.ndarray) -> str:
+    """A difference by seed in nats, with its interval and smallest effect."""
+    return f"{study.span(over_seeds(values))} nats ({len(values)} seeds, smallest effect {study.least(values)})"
+
+
+def note(table: pd.DataFrame, beside: pd.DataFrame) -> str:
+    """What parallel pairs cost in nats, which the ratio does not say; of the arms whose runs all learned."""
+    found = []
+    for arm, words in WORDS.items():
+        parallel, whole, _ = compared(table, beside, arm)
+        done = [(each["status"] == "done").all() for each in (parallel, whole)]
+        if len(parallel) and [*parallel["seed"]] == [*whole["seed"]] and all(done):
+            found.append(f"{words} {apart(parallel['test'].to_numpy() - whole['test'].to_numpy())}")
+    return f"Loss of parallel minus sequential: {'; '.join(found)}." if found else ""
 
 
 def overview(table: pd.DataFrame, beside: pd.DataFrame) -> str:
@@ -133,7 +154,7 @@ def overview(table: pd.DataFrame, beside: pd.DataFrame) -> str:
 
 
 def draw(table: pd.DataFrame, beside: pd.DataFrame, axes: list[Axes]) -> None:
-    """Losses of the confirmed runs, a dot a seed."""
+    """Losses of the confirmed runs, a dot a seed; those that failed are left out, and said."""
     deep = int(table["blocks"].max())
     rows = []
     for place, placement in enumerate(("pre", "post")):
@@ -145,8 +166,11 @@ def draw(table: pd.DataFrame, beside: pd.DataFrame, axes: list[Axes]) -> None:
             for arm, of in PARALLEL.items() if of == placement
         ]  # fmt: skip
     for height, (_, each, place) in enumerate(rows):
-        axes[0].plot(each["test"], np.full(len(each), height), "o", color=LIGHT.lines[place], alpha=0.7, markersize=5)
-    axes[0].set_yticks(range(len(rows)), [words for words, *_ in rows])
+        done = each[each["status"] == "done"]
+        axes[0].plot(done["test"], np.full(len(done), height), "o", color=LIGHT.lines[place], alpha=0.7, markersize=5)
+    lost = [int((each["status"] == "failed").sum()) for _, each, _ in rows]
+    words = [f"{words}, {count} failed" if count else words for (words, *_), count in zip(rows, lost, strict=True)]
+    axes[0].set_yticks(range(len(rows)), words)
     axes[0].invert_yaxis()
     axes[0].set_xlabel("loss on test, nats a byte (a dot a seed)")
 
@@ -160,5 +184,6 @@ INTRODUCTION = f"""### M3: parallel pairs from scratch (`{NAME}.py`)
 
 12 blocks, width 64, 2,000 steps, warm-up {WARMUP}. Losses on the test half, nats a byte, paired by seed. In the ratio,
 0 is as good as sequential and 1 as bad as a model of half the blocks. Parallel and sequential have the same parameters,
-but for post-LN with one norm a sum; half as deep has half of those of the blocks."""
+but for post-LN with one norm a sum; half as deep has half of those of the blocks. Mean losses are of the runs that did
+not fail."""
 MIND = "other learning rates or longer training, or a scale at which parallel blocks are used"

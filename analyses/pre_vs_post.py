@@ -1,7 +1,6 @@
 """Which is better, pre-LN or post-LN, each at its best, and which uses more of its depth? Claims P1, D1, D3, D4.
 
     python analyses/pre_vs_post.py             # some two hours on two cores; goes on where it was stopped
-    python analyses/pre_vs_post.py --write     # the same, and the findings into analyses/README.md
 
 As fixed in `PREREGISTRATION.md`: a grid of learning rates and warm-ups for each placement and depth with seed 0, then
 the best point of each with fresh seeds, and with 12 blocks the best point of the other placement too (P1). Effective
@@ -39,7 +38,8 @@ ISO = ((6, 90), (12, 64), (24, 45))  # blocks and widths of about as many parame
 ISO_STEPS, ISO_SEEDS = 600, (1, 2, 3)
 DEPTHS = f"{NAME}_depth.csv"
 DEPTH_TOKENS, EXCERPT, FEWEST = 2048, 320, 3  # tokens, bytes of each topic, seeds that must pass the gate in both arms
-COLUMNS = ("arm", "blocks", "seed", "name", "variant", "value", "ci_low", "ci_high", "passes", "twin", "tokens", "note")
+KEYS = ["arm", "blocks", "seed"]
+COLUMNS = (*KEYS, "name", "variant", "value", "ci_low", "ci_high", "passes", "twin", "tokens", "note")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,14 +55,15 @@ def run(options: argparse.Namespace) -> None:
         table = runs.collect(options.results, jobs, options, f"Choosing, {blocks} blocks")
         jobs += confirmations(table, blocks, deepest=blocks == depths(size)[0])
         runs.collect(options.results, jobs, options, f"Confirming, {blocks} blocks")
-    by_key = {(job.arm, job.blocks, job.seed): job for job in jobs if job.stage == "confirm" and job.arm in PLACEMENTS}
-    depths_path = options.results.with_name(DEPTHS)
-    study.collect(depths_path, COLUMNS, list(by_key), lambda *key: depth(by_key[key], options.work))
     beside = options.results.with_name("warmup.csv")
     if beside.exists():
         runs.collect(options.results, [*jobs, *shapes(runs.load_table(beside), size)], options, "Shapes")
     else:
         say(f"D3 needs {beside}: run warmup.py, and then this again")
+    table = runs.load_table(options.results)
+    by_key = {(job.arm, job.blocks, job.seed): job for job in runs.runs_of(measurable(table))}
+    depths_path = options.results.with_name(DEPTHS)
+    study.collect(depths_path, COLUMNS, list(by_key), lambda *key: depth(by_key[key], options.work))
     shown = section(options.results.parent)
     print(shown.text(study.adjusted(shown.tests)))
 
@@ -120,6 +121,12 @@ def shapes(beside: pd.DataFrame, size: dict[str, int]) -> list[Run]:
 # Measuring
 
 
+def measurable(table: pd.DataFrame) -> pd.DataFrame:
+    """The confirmed models that learned something, of which an effective depth has a meaning."""
+    rows = study.arm(table, stage="confirm", status="done")
+    return rows[rows["arm"].isin(PLACEMENTS)]
+
+
 def depth(run: Run, work: Path) -> list[tuple[str | float | int, ...]]:
     """The estimates of depth whose kind may pass the gate, of a confirmed model, beside their controls."""
     torch.set_num_threads(1)
@@ -138,7 +145,7 @@ def depth(run: Run, work: Path) -> list[tuple[str | float | int, ...]]:
         }
         rows.append((
             row["name"], row["variant"], row["value"], row["ci_low"], row["ci_high"], int(row["passes_gate"]),
-            beside["random-init"], beside["random-tokens"], row["note"],
+            beside.get("random-init", math.nan), beside.get("random-tokens", math.nan), row["note"],
         ))  # fmt: skip
     return rows
 
@@ -180,7 +187,9 @@ def primary(table: pd.DataFrame, deep: pd.DataFrame) -> list[study.Test]:
 def of_depth(deep: pd.DataFrame, blocks: int) -> study.Test:
     """D1: each seed's excess over its random twins as a share of N, pre − post, where the gate lets both speak."""
     rows = study.arm(deep, name="dependence", variant="first power", blocks=blocks)
-    passes = rows.pivot(index="seed", columns="arm", values="passes").min(axis=1)
+    passes = (
+        rows.pivot(index="seed", columns="arm", values="passes").reindex(columns=[*PLACEMENTS]).dropna().min(axis=1)
+    )
     about = f"dependence less that of random twins, over N, pre − post; predicted below −{MARGIN:g}"
     if passes.sum() < FEWEST:
         found = f"the estimate passes the gate in both arms for {int(passes.sum())} of {len(passes)} seeds"
@@ -188,7 +197,7 @@ def of_depth(deep: pd.DataFrame, blocks: int) -> study.Test:
     wide = rows.assign(excess=(rows["value"] - rows["twin"]) / blocks).pivot(
         index="seed", columns="arm", values="excess"
     )
-    values = (wide["pre"] - wide["post"])[passes == 1]
+    values = (wide["pre"] - wide["post"]).loc[passes.index[passes == 1]]
     return study.Primary("D1", about, tuple(values), -math.inf, -MARGIN, logs=False)
 
 
@@ -219,13 +228,17 @@ def depth_table(table: pd.DataFrame, deep: pd.DataFrame) -> str:
         spans, shown = [study.span(over_seeds(one)) for one in each], ", ".join(map(study.least, each))
         passed = f"{int(rows['passes'].sum())} of {len(rows)}"
         lines.append([str(blocks), arm, f"{name} {variant}".strip(), *spans, shown, passed, str(len(rows))])
-    return study.markdown(head, lines) + "\n\n" + correlation(table, deep)
+    lost = study.arm(table, stage="confirm", status="failed")
+    counts = lost[lost["arm"].isin(PLACEMENTS)].groupby(["arm", "blocks"]).size()
+    said = "; ".join(f"{count} of {arm} with {blocks} blocks" for (arm, blocks), count in counts.items()) or "none"
+    note = f"Left out, since they failed: {said}."
+    return "\n\n".join([study.markdown(head, lines), note, correlation(table, deep)])
 
 
 def correlation(table: pd.DataFrame, deep: pd.DataFrame) -> str:
     """D4: how an estimate of depth and loss go together over all arms and seeds."""
     rows = study.arm(deep, name="dependence", variant="first power")
-    both = rows.merge(study.arm(table, stage="confirm"), on=["arm", "blocks", "seed"])
+    both = rows.merge(measurable(table), on=KEYS)
     both = both.assign(share=both["value"] / both["blocks"])
     found = []
     for blocks, each in both.groupby("blocks"):
@@ -251,25 +264,52 @@ def partial_spearman(rows: pd.DataFrame) -> float:
     return float(rest["value"].corr(rest["test"]))
 
 
-def shape_table(table: pd.DataFrame) -> str:
-    """D3: loss by shape, in markdown."""
+def shape_table(table: pd.DataFrame, base: pd.DataFrame | None) -> str:
+    """D3: loss by shape, beside that of models without blocks, in markdown."""
     rows = study.arm(table, stage="shape")
     if rows.empty:
         return "D3: not run yet."
     lines = []
     for (arm, blocks, width), each in rows.groupby(["arm", "blocks", "width"], sort=False):
         lines.append([arm, str(blocks), str(width), *runs.scored(each)])
+    if base is not None:
+        lines.append(["no blocks", "0", str(base["width"].iloc[0]), *runs.scored(base)])
     head = ["arm", "blocks", "width", *runs.SCORES]
-    return f"D3, a sign at most: {ISO_STEPS} steps, equal tokens.\n\n" + study.markdown(head, lines)
+    sizes = rows["parameters"].max() / rows["parameters"].min() - 1
+    text = (
+        f"D3, a sign at most: {ISO_STEPS} steps, equal tokens, about equal parameters (within {100 * sizes:.1f} %). "
+        "Losses are of the runs that did not fail. Each placement has the learning rate and warm-up that were best "
+        "with 12 blocks of width 64, whatever its shape; models of that shape are `warmup.py`'s made again, and those "
+        "without blocks are from there."
+    )
+    return f"{text}\n\n{study.markdown(head, lines)}"
+
+
+def by_depth(table: pd.DataFrame) -> str:
+    """Post − pre by the number of blocks, each at its best, paired by seed: secondary."""
+    found = []
+    for blocks in judged_depths(table):
+        pre, post = (confirmed(table, arm, blocks) for arm in PLACEMENTS)
+        lost = [f"{(rows['status'] == 'failed').sum()} of {len(rows)}" for rows in (pre, post)]
+        if not (pd.concat([pre, post])["status"] == "done").all():
+            found.append(f"{blocks} blocks: failed {lost[0]} of pre-LN, {lost[1]} of post-LN")
+        elif [*pre["seed"]] == [*post["seed"]]:
+            apart = post["test"].to_numpy() - pre["test"].to_numpy()
+            said = f"{study.span(over_seeds(apart))} ({len(apart)} seeds, smallest effect {study.least(apart)})"
+            found.append(f"{blocks} blocks: {said}")
+    return f"Loss post − pre, each at its best, nats, uncorrected: {'; '.join(found)}."
 
 
 def section(results: Path) -> study.Section:
     """The study's part of the findings, from its tables alone."""
-    table, deep = runs.judged(results / f"{NAME}.csv"), study.read(results / DEPTHS)
+    table = runs.judged(results / f"{NAME}.csv")
+    deep = study.read(results / DEPTHS).merge(measurable(table)[KEYS])
+    beside = results / "warmup.csv"
+    base = study.arm(runs.load_table(beside), stage="confirm", arm="embedding") if beside.exists() else None
 
     def text(found: list[study.Verdict]) -> str:
-        parts = [INTRODUCTION, study.verdicts(found), FIGURE, overview(table), SECONDARY, depth_table(table, deep)]
-        return "\n\n".join([*parts, shape_table(table)])
+        parts = [INTRODUCTION, study.verdicts(found), FIGURE, overview(table), by_depth(table), SECONDARY]
+        return "\n\n".join([*parts, depth_table(table, deep), shape_table(table, base)])
 
     panels = len(judged_depths(table))
     figure = study.Figure(NAME, partial(draw, table), 2.8 * panels, panels)

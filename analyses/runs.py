@@ -361,8 +361,8 @@ def predicted(margin: float, where: Literal["above", "below", "within"]) -> tupl
 
 
 SUMMARY = (
-    "chosen warm-up", "failed in the grid", "chosen learning rate", "of the grid", "loss on test", "smallest effect",
-    "failed", "seeds", "parameters",
+    "chosen warm-up", "failed in the grid", "chosen learning rate", "where in the grid", "loss on test",
+    "smallest effect", "failed", "seeds", "parameters",
 )  # fmt: skip
 SCORES = SUMMARY[4:]
 

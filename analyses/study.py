@@ -378,6 +378,7 @@ class Figure:
         height: in inches.
         rows: of axes.
         shared: they have the same x.
+        claims: that it shows; none for all of the study.
     """
 
     name: str
@@ -385,6 +386,7 @@ class Figure:
     height: float
     rows: int = 1
     shared: bool = True
+    claims: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

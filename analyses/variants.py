@@ -32,6 +32,7 @@ from depthprobe.evidence import FITS
 from depthprobe.lab import LabConfig, LabForCausalLM, LabForMaskedLM
 from depthprobe.lab.byte_tokens import byte_tokenizer
 from depthprobe.report.panels import LIGHT
+from depthprobe.report.tables import number
 
 NAME = "variants"
 TUNED, SEEDS, INITIAL_SEEDS, METRIC_TOKENS = ("admin", "realformer"), runs.SEEDS, 10, 4096
@@ -136,13 +137,13 @@ def primary(table: pd.DataFrame, beside: pd.DataFrame, norms: pd.DataFrame) -> l
         about = f"{words} on post-LN minus pre-LN, each at its best: loss"
         rows = study.arm(table, stage="confirm", arm=arm)
         tests.append(runs.compared("S1", about, rows, pre, margin, "below"))
-    failed = failures(table, beside)
+    failed, models = failures(table, beside), judged_models(table, beside)
     pairs = [pair for *_, pair in pairs_of(norms, failed)]
     counts = {word: pairs.count(word) for word in ("contradicted", "undecided", study.UNJUDGED)}
     found = (
         f"of {len(pairs)} verdicts {counts['contradicted']} are the opposite of LayerNorm's, {counts['undecided']} "
         f"differ in being undecided, {counts[study.UNJUDGED]} cannot be compared; {sum(failed.values())} of the "
-        "trained models failed"
+        f"{len(models)} trained models failed"
     )
     rule = "verdicts on R1, R2, M1 and the gradient ratios; predicted the same as LayerNorm's for every norm"
     return [*tests, study.Ruled("N1", rule, study.of_claim(pairs), found, len(SEEDS), "verdicts by norm")]
@@ -150,8 +151,13 @@ def primary(table: pd.DataFrame, beside: pd.DataFrame, norms: pd.DataFrame) -> l
 
 def failures(table: pd.DataFrame, beside: pd.DataFrame) -> dict[str, int]:
     """How many of an arm's trained models failed."""
-    rows = pd.concat([study.arm(table, stage="norm"), warmup.at_best(beside, "pre")])
+    rows = judged_models(table, beside)
     return (rows["status"] == "failed").groupby(rows["arm"]).sum().astype(int).to_dict()
+
+
+def judged_models(table: pd.DataFrame, beside: pd.DataFrame) -> pd.DataFrame:
+    """The trained models of N1."""
+    return pd.concat([study.arm(table, stage="norm"), warmup.at_best(beside, "pre")])
 
 
 def verdict_of(
@@ -240,8 +246,19 @@ def norm_table(norms: pd.DataFrame, table: pd.DataFrame, beside: pd.DataFrame) -
     lost = ", ".join(f"{count} of {arm}" for arm, count in failed.items() if count) or "none"
     note = f"\n\nTrained models of N1 that failed, whose arm is not judged: {lost}."
     head = ["claim", "number", "norm", "placement", "value [95 % interval over seeds]", "smallest effect", "verdict",
-            "seeds that have it"]  # fmt: skip
+            "seeds measured, failed ones included"]  # fmt: skip
     return study.markdown(head, lines) + note
+
+
+def learned(table: pd.DataFrame, beside: pd.DataFrame) -> str:
+    """How much the trained models of N1 learned, in markdown."""
+    rows, lines = judged_models(table, beside), []
+    for suffix, words in WORDS.items():
+        each = study.arm(rows, arm=f"pre{'-' if suffix else ''}{suffix}")
+        shares = each["dev"] / each["unigram"]
+        span = f"{number(shares.min())} to {number(shares.max())}" if len(each) else "not run yet"
+        lines.append([words, span, *runs.scored(each)] if len(each) else [words, span])
+    return study.markdown(["norm", "loss on dev over the unigrams'", *runs.SCORES], lines)
 
 
 def section(results: Path) -> study.Section:
@@ -251,7 +268,8 @@ def section(results: Path) -> study.Section:
 
     def text(found: list[study.Verdict]) -> str:
         arms, each = overview(table, beside), norm_table(norms, table, beside)
-        return "\n\n".join([INTRODUCTION, study.verdicts(found), FIGURE, arms, SECONDARY, each])
+        parts = [INTRODUCTION, study.verdicts(found), FIGURE, arms, LEARNED, learned(table, beside), SECONDARY, each]
+        return "\n\n".join(parts)
 
     figure = study.Figure(NAME, partial(draw, table, beside, norms), 6.0, 2, shared=False)
     told = notes(table, beside, norms)
@@ -260,19 +278,52 @@ def section(results: Path) -> study.Section:
 
 def notes(table: pd.DataFrame, beside: pd.DataFrame, norms: pd.DataFrame) -> dict[str, str]:
     """What the verdicts do not say; added when the rows were known."""
-    post = warmup.at_best(beside, "post")["test"].to_numpy()
-    gains = []
-    for arm in TUNED:
-        rows = study.arm(table, stage="confirm", arm=arm).sort_values("seed")
-        if len(rows) == len(post) and (rows["status"] == "done").all():
-            gains.append(f"{arm} {warmup.span_of(rows['test'].to_numpy() - post)}")
-    found = pairs_of(norms, failures(table, beside))
+    base, post = study.arm(beside, stage="confirm", arm="embedding"), warmup.at_best(beside, "post")
+    against = {"Minus post-LN's loss, each at its best": post, "Minus that of a model without blocks": base}
+    said = []
+    for words, other in against.items():
+        gains = []
+        for arm in TUNED:
+            rows = study.arm(table, stage="confirm", arm=arm).sort_values("seed")
+            if [*rows["seed"]] == [*other["seed"]] and (rows["status"] == "done").all():
+                gains.append(f"{arm} {warmup.span_of(rows['test'].to_numpy() - other['test'].to_numpy())}")
+        said += [f"{words}: {'; '.join(gains)}."] if gains else []
+    failed = failures(table, beside)
+    found = pairs_of(norms, failed)
     by_norm = {suffix: [word for arm, _, word in found if arm.endswith(f"-{suffix}")] for suffix in NORMS}
-    words = "; ".join(
-        f"{WORDS[suffix]} {pairs.count('supported')} of {len(pairs)}" for suffix, pairs in by_norm.items()
+    same = "; ".join(
+        f"{WORDS[suffix]} {pairs.count('supported')} of {len(pairs) - pairs.count(study.UNJUDGED)}"
+        for suffix, pairs in by_norm.items()
     )
-    first = f"Less post-LN, each at its best, the loss is, by arm: {'; '.join(gains)}." if gains else ""
-    return {"S1": first, "N1": f"Verdicts that are the same as LayerNorm's, by norm: {words}."}
+    second = f"Verdicts that are the same as LayerNorm's, of those that can be compared: {same}."
+    if any(failed.values()):
+        lost = "; ".join(
+            f"{count} with {WORDS[arm.removeprefix('pre').strip('-')]}" for arm, count in failed.items() if count
+        )
+        second += f" Models that failed: {lost}. An arm that has one cannot be compared, nor what is compared with it."
+    return {"S1": " ".join([*said, at_equal_settings(table, beside)]).strip(), "N1": f"{second} {UNMASKED}"}
+
+
+def at_equal_settings(table: pd.DataFrame, beside: pd.DataFrame) -> str:
+    """How Admin's grid compares with pre-LN's, point by point, which shows how much its verdict owes to the grid."""
+    point, arms = ["lr", "warmup"], {"admin": table, "pre": study.arm(beside, optimizer="adamw")}
+    rows = {arm: study.arm(whole, stage="grid", arm=arm) for arm, whole in arms.items()}
+    both = rows["admin"].merge(rows["pre"], on=point, suffixes=("", "_pre"))
+    both = both[(both["status"] == "done") & (both["status_pre"] == "done")]
+    best = {arm: runs.best(grid, arm=arm) for arm, grid in rows.items()}
+    there = both[both["lr"] <= best["admin"]["lr"]]
+    if there.empty:
+        return ""
+    apart = there["dev"] - there["dev_pre"]
+    at = study.arm(rows["admin"], lr=best["pre"]["lr"])
+    rates = " and ".join(f"{best[arm]['lr']:g}" for arm in ("admin", "pre"))
+    said = (
+        f"At equal settings up to Admin's best learning rate (dev, seed 0, {len(there)} of the grid's points) Admin "
+        f"minus pre-LN is {number(apart.min())} to {number(apart.max())} nats. Their best learning rates are {rates}; "
+        f"at pre-LN's, {(at['status'] == 'failed').sum()} of {len(at)} runs of Admin failed; none between was tried."
+    )
+    longest = {arm: rows[arm]["warmup"].max() == best[arm]["warmup"] for arm in rows}
+    return f"{said} Both are best at the longest warm-up that was tried." if all(longest.values()) else said
 
 
 INTRODUCTION = f"""### S1, N1: other initialisations, attention and norms (`{NAME}.py`)
@@ -280,30 +331,48 @@ INTRODUCTION = f"""### S1, N1: other initialisations, attention and norms (`{NAM
 12 blocks, width 64, 600 steps. S1: losses on the test half, nats a byte, paired by seed; pre-LN and post-LN are the
 AdamW runs of `warmup.py`, the others have its grid. The margin is 10 % of what separates pre-LN from a model without
 blocks. N1 is by a rule, not a test: an opposite verdict contradicts it, and one that is undecided for one norm alone
-leaves it undecided. Trained models have pre-LN's learning rate and warm-up whatever their norm, at equal tokens."""
-FIGURE = (
-    f"![Loss over learning rate of post-LN's variants, and gradient ratios by norm, a dot a seed](figures/{NAME}.png)"
-)
+leaves it undecided; where there is no opposite and a comparison cannot be made, the claim cannot be judged (an order
+that the preregistration did not fix). Trained models have causal pre-LN's learning rate and warm-up whatever their
+norm, at equal tokens, of which a masked model is asked about 15 %."""
+FIGURE = f"""![Loss on dev over learning rate, seed 0, × failed, and the confirmed seeds as dots; and the gradient ratio
+at initialisation by norm, a dot each of ten seeds, left of 1 where the gradient falls towards the first
+block](figures/{NAME}.png)"""
+LEARNED = """The trained models of N1. At a loss of 1 times the unigrams' a model has learned no more than how often
+each token comes, and above 0.98 it counts as failed; what is said below of one that is near is said of a model that has
+hardly learned anything."""
 SECONDARY = """N1, number by number, with uncorrected intervals; `undecided` of both norms counts as no difference.
 Means are arithmetic, of ratios geometric; thirds of the blocks are by place. BatchNorm and InstanceNorm are
 compared with LayerNorm in the bidirectional model; there the loss of the gradient ratios is that of every position's
-own token."""
+own token, which is not what the model trains on. BatchNorm has the statistics of its batch for gradients and its
+running averages for what is measured on trained models. Models have 600 steps and 4,096 tokens are measured, where
+`growth.py` has 2,000 steps, 8,192 tokens and a setting of its own, so that LayerNorm's numbers are not those of R1, R2
+and M1."""
+UNMASKED = (
+    "The gradient ratios of bidirectional models are of the loss on their own tokens, a task of copying, and are "
+    "compared among these models alone."
+)
 MINDS = {
-    "S1": "longer training, or deeper models, for which both were made",
-    "N1": "other verdicts once each norm has a learning rate of its own",
+    "S1": "longer training, longer warm-up, rates between those tried, or deeper models",
+    "N1": "other verdicts once each norm has a learning rate of its own, with which all of them learn",
 }
 
 
 def draw(table: pd.DataFrame, beside: pd.DataFrame, norms: pd.DataFrame, axes: list[Axes]) -> None:
-    """Loss of the grid over the learning rate at the arm's best warm-up; gradient ratios by norm."""
+    """Loss over the learning rate at the arm's best warm-up, at most the unigrams'; gradient ratios by norm."""
     both = pd.concat([study.arm(beside, optimizer="adamw"), table])
     for arm, colour in zip(("pre", "post", *TUNED), LIGHT.lines, strict=False):
-        warm = runs.best(both, arm=arm)["warmup"]
-        rows = study.arm(both, stage="grid", arm=arm, warmup=warm).sort_values("lr")
-        axes[0].plot(rows["lr"], rows["dev"], "o-", color=colour, label=f"{arm}, warm-up {warm}", linewidth=1.3)
+        chosen = runs.best(both, arm=arm)
+        rows = study.arm(both, stage="grid", arm=arm, warmup=chosen["warmup"]).sort_values("lr")
+        rows = rows.assign(dev=np.minimum(rows["dev"].fillna(np.inf), rows["unigram"]))
+        label = f"{arm}, warm-up {chosen['warmup']}"
+        axes[0].plot(rows["lr"], rows["dev"], "-", color=colour, label=label, linewidth=1.3)
+        bad = rows[rows["status"] == "failed"]
+        axes[0].plot(bad["lr"], bad["dev"], "x", color=colour)
+        sure = study.arm(both, stage="confirm", arm=arm, lr=chosen["lr"], warmup=chosen["warmup"])
+        axes[0].plot(sure["lr"], sure["dev"], "o", color=colour, markersize=3.5, alpha=0.6)
     axes[0].set_xscale("log")
-    axes[0].set_xlabel("learning rate")
-    axes[0].set_ylabel("loss on dev, nats, seed 0")
+    axes[0].set_xlabel("learning rate (× failed, ● fresh seeds at the chosen points)")
+    axes[0].set_ylabel("loss on dev, nats")
     axes[0].legend(fontsize="small", ncols=2, loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
     for place, placement in enumerate(("pre", "post")):
         for row, suffix in enumerate(WORDS):

@@ -329,9 +329,43 @@ def test_parallel_pairs_on_a_table_with_a_known_answer(runs: ModuleType, study: 
     once = beside.assign(test=np.where((beside["blocks"] == 6) & (beside["seed"] == 2), 1.5, beside["test"]))
     assert over_seeds(once[once["blocks"] == 6].query("arm == 'pre' and stage == 'confirm'")["test"]).low > 1.55
     assert all(isinstance(test, study.Unjudged) for test in pairs.primary(table, once))  # a ratio with a gap below 0
+    assert "half as deep minus sequential −0.01" in pairs.primary(table, worse)[0].reason
+    assert "pre-LN 0.016" in pairs.note(table, beside)
+    lost = table.assign(status=np.where(table["arm"] == "pre-parallel", "failed", table["status"]))
+    assert "pre-LN 0" not in pairs.note(lost, beside).split(";")[0]
+    assert "post-LN, one norm" in pairs.note(lost, beside)
     assert pairs.sequential(beside, "pre", 12)["lr"] == 3e-3
     with pytest.raises(OutputError, match="3 of 4 runs of the grid of pre"):
         pairs.sequential(beside[beside["lr"] != 1e-2], "pre", 12)
+
+
+def test_depth_of_models_that_learned_alone(runs: ModuleType, study: ModuleType, tmp_path: Path) -> None:
+    tables(runs, tmp_path)
+    pre_vs_post = script("pre_vs_post")
+    table, deep = runs.load_table(tmp_path / "pre_vs_post.csv"), study.read(tmp_path / pre_vs_post.DEPTHS)
+    lost = (table["arm"] == "post") & (table["stage"] == "confirm") & table["seed"].isin([1, 2, 3])
+    table.assign(status=np.where(lost, "failed", table["status"])).to_csv(tmp_path / "pre_vs_post.csv", index=False)
+    section = pre_vs_post.section(tmp_path)
+    said = section.text(study.adjusted(section.tests))
+    assert "Left out, since they failed: 3 of post with 6 blocks; 3 of post with 12 blocks." in said
+    assert "over 7 models" in said  # the correlation of D4
+    judged = next(test for test in section.tests if test.claim == "D1")
+    assert "0 of 2 seeds" in judged.reason or "2 of 2 seeds" in judged.reason
+    assert "6 blocks: failed 0 of 5 of pre-LN, 3 of 5 of post-LN" in said
+    alone = deep[(deep["arm"] == "pre") | (deep["seed"] > 3)]  # what one arm lacks is in neither
+    assert "of 2 seeds" in pre_vs_post.of_depth(alone, 12).reason
+
+
+def test_sgd_models_that_are_better_than_none(runs: ModuleType, tmp_path: Path) -> None:
+    tables(runs, tmp_path)
+    warmup = script("warmup")
+    table = runs.load_table(tmp_path / "warmup.csv")
+    base = table.loc[table["arm"] == "embedding", "test"].mean()
+    mine = (table["optimizer"] == runs.SGD_PLAIN) & (table["stage"] == "confirm")
+    for side, count in ((-0.1, 10), (0.1, 0)):
+        other = table.assign(test=np.where(mine, base + side, table["test"]))
+        assert f"without {count} of 10 of post-LN, {count} of 10 of pre-LN" in warmup.of_sgd(other)
+    assert "without not run yet" in warmup.of_sgd(table[table["optimizer"] != runs.SGD_PLAIN])
 
 
 def test_correlation_without_what_the_placement_alone_makes(runs: ModuleType) -> None:
@@ -351,7 +385,7 @@ def test_cells_of_confirmed_runs(runs: ModuleType, study: ModuleType) -> None:
     assert cells["loss on test"] == study.span(over_seeds(losses[:4]))
     assert float(cells["smallest effect"]) == pytest.approx(smallest_effect(4) * np.std(losses[:4], ddof=1), abs=5e-4)
     assert (cells["failed"], cells["seeds"], cells["failed in the grid"]) == ("1 of 5", "5", "1 of 2")
-    assert cells["of the grid"] == "edge: rate"
+    assert cells["where in the grid"] == "edge: rate"
     gone = rows.assign(status="failed")
     assert runs.summary(tried, gone)[4:] == ["–", "–", "5 of 5", "5", "9"]
     part, whole = tried.assign(warmup=50), pd.concat([tried.assign(warmup=each) for each in (0, 50)])
@@ -466,6 +500,10 @@ def test_every_study_says_what_its_tables_hold(runs: ModuleType, study: ModuleTy
     assert max(len(cell) for row in rows for cell in row[:2]) < 120
     for each in sections:
         study.write_figures(each, tmp_path)
+    links = {row[0]: row[5] for row in grids(said["claims"])[0][2:]}
+    assert "merge_twins.png" in links["M3"]
+    assert "gradient_norms.png" in links["G1"]
+    assert not links["G4"]
 
 
 def grids(text: str) -> list[list[list[str]]]:
