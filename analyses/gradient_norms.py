@@ -280,8 +280,10 @@ def section(results: Path, name: str = f"{NAME}.csv") -> study.Section:
         parts = [introduction(table), study.verdicts(mine), FIGURE, SECONDARY, overview(table, alike=2)]
         return "\n\n".join([*parts, sentences(table), *([oscillation.text(trained, theirs)] if trained else [])])
 
-    figure = study.Figure(NAME, partial(draw, table), 5.4, 2, claims=("G1", "G2"))
-    return study.Section(NAME, (*primary(table), *more), text, (figure,), MINDS, notes(table))
+    figures = [study.Figure(NAME, partial(draw, table), 5.4, 2, claims=("G1", "G2"))]
+    if trained:
+        figures.append(study.Figure("oscillation", partial(oscillation.draw, trained[1]), 3.0, claims=("G4",)))
+    return study.Section(NAME, (*primary(table), *more), text, tuple(figures), MINDS, notes(table))
 
 
 def notes(table: pd.DataFrame) -> dict[str, str]:

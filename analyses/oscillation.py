@@ -14,12 +14,14 @@ import pandas as pd
 import runs
 import study
 import torch
+from matplotlib.axes import Axes
 from runs import Run
 from torch import nn
 
 from depthprobe.contrast import over_seeds
 from depthprobe.lab import LabConfig, LabForCausalLM
 from depthprobe.lab.byte_tokens import byte_tokenizer
+from depthprobe.report.panels import LIGHT
 
 RUNS, SIZES, SHIFTS = "oscillation.csv", "oscillation_updates.csv", "oscillation_shifts.csv"
 SEEDS, STEPS, RATE, FIRST = (1, 2, 3, 4, 5), 600, 1e-3, 10
@@ -155,14 +157,28 @@ def sentences(table: pd.DataFrame, sizes: pd.DataFrame, shifts: pd.DataFrame) ->
     return "\n".join(lines)
 
 
+def draw(sizes: pd.DataFrame, axes: list[Axes]) -> None:
+    """Relative size of the first updates by block, a line a seed."""
+    means = sizes.groupby(["arm", "seed", "block"])["relative"].apply(lambda x: np.exp(np.log(x).mean())).reset_index()
+    for (arm, words), colour in zip(ARMS.items(), LIGHT.lines, strict=False):
+        for place, (_, each) in enumerate(study.arm(means, arm=arm).groupby("seed")):
+            label = None if place else words
+            axes[0].plot(each["block"] + 1, each["relative"], color=colour, linewidth=1, label=label)
+    axes[0].set_xlabel("block")
+    axes[0].set_ylabel(f"RMS(ΔW)/RMS(W), first {FIRST} steps")
+    axes[0].set_ylim(bottom=0)
+    axes[0].legend(fontsize="small")
+
+
 def text(tables: tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame], found: list[study.Verdict]) -> str:
     """What goes into the README."""
-    return "\n\n".join([INTRODUCTION, study.verdicts(found), SECONDARY, sentences(*tables)])
+    return "\n\n".join([INTRODUCTION, study.verdicts(found), FIGURE, SECONDARY, sentences(*tables)])
 
 
 INTRODUCTION = f"""### G4: what a top-heavy gradient does without warm-up (`gradient_norms.py`)
 
 Post-LN, 12 blocks, width 64, {STEPS} steps at {RATE:g} without warm-up, seeds 1 to 5. Adam divides by the size of the
 gradient, so that the first blocks should move as much as the last whatever their gradients."""
+FIGURE = "![Relative size of the first updates by block, without warm-up, a line a seed](figures/oscillation.png)"
 SECONDARY = "Secondary, with uncorrected intervals over seeds, which support nothing."
 MIND = "runs that train once only the top blocks' updates are made smaller, or ratios of updates far from 1 elsewhere"

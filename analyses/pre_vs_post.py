@@ -9,7 +9,6 @@ shapes and as many parameters, at the best point of `warmup.py` (D3).
 """
 
 import argparse
-import math
 import sys
 from functools import partial
 from pathlib import Path
@@ -17,18 +16,13 @@ from pathlib import Path
 import pandas as pd
 import runs
 import study
-import torch
+import trained_depth
 from matplotlib.axes import Axes
 from runs import Run
-from scipy import stats
 
 from depthprobe.contrast import over_seeds
-from depthprobe.criteria import MARGIN
-from depthprobe.documents import manual_topics
-from depthprobe.effective import effective_depth
 from depthprobe.progress import say
 from depthprobe.report.panels import LIGHT
-from depthprobe.report.tables import number
 
 NAME = "pre_vs_post"
 PLACEMENTS = ("pre", "post")
@@ -36,10 +30,6 @@ RATES, WARMUPS, SEEDS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2), (50, 500), runs.SEEDS
 SIZE = {"blocks": 12, "width": 64, "steps": 2000}
 ISO = ((6, 90), (12, 64), (24, 45))  # blocks and widths of about as many parameters
 ISO_STEPS, ISO_SEEDS = 600, (1, 2, 3)
-DEPTHS = f"{NAME}_depth.csv"
-DEPTH_TOKENS, EXCERPT, FEWEST = 2048, 320, 3  # tokens, bytes of each topic, seeds that must pass the gate in both arms
-KEYS = ["arm", "blocks", "seed"]
-COLUMNS = (*KEYS, "name", "variant", "value", "ci_low", "ci_high", "passes", "twin", "tokens", "note")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -60,10 +50,7 @@ def run(options: argparse.Namespace) -> None:
         runs.collect(options.results, [*jobs, *shapes(runs.load_table(beside), size)], options, "Shapes")
     else:
         say(f"D3 needs {beside}: run warmup.py, and then this again")
-    table = runs.load_table(options.results)
-    by_key = {(job.arm, job.blocks, job.seed): job for job in runs.runs_of(measurable(table))}
-    depths_path = options.results.with_name(DEPTHS)
-    study.collect(depths_path, COLUMNS, list(by_key), lambda *key: depth(by_key[key], options.work))
+    trained_depth.collect(options.results.parent, runs.load_table(options.results), options.work)
     shown = section(options.results.parent)
     print(shown.text(study.adjusted(shown.tests)))
 
@@ -118,38 +105,6 @@ def shapes(beside: pd.DataFrame, size: dict[str, int]) -> list[Run]:
     ]
 
 
-# Measuring
-
-
-def measurable(table: pd.DataFrame) -> pd.DataFrame:
-    """The confirmed models that learned something, of which an effective depth has a meaning."""
-    rows = study.arm(table, stage="confirm", status="done")
-    return rows[rows["arm"].isin(PLACEMENTS)]
-
-
-def depth(run: Run, work: Path) -> list[tuple[str | float | int, ...]]:
-    """The estimates of depth whose kind may pass the gate, of a confirmed model, beside their controls."""
-    torch.set_num_threads(1)
-    runs.ensure(run, work)
-    texts = [topic[:EXCERPT] for topic in manual_topics("analysis")]  # many documents, since the interval is over them
-    found = effective_depth(
-        work / run.name, texts, estimators=("dependence",), tokens=DEPTH_TOKENS, seq_len=runs.TOKENS, seed=run.seed,
-        device="cpu",
-    )  # fmt: skip
-    rows = []
-    for row in found.table.to_dict("records"):
-        beside = {
-            control["control"]: control["value"]
-            for control in found.details["controls"]
-            if (control["name"], control["variant"]) == (row["name"], row["variant"])
-        }
-        rows.append((
-            row["name"], row["variant"], row["value"], row["ci_low"], row["ci_high"], int(row["passes_gate"]),
-            beside.get("random-init", math.nan), beside.get("random-tokens", math.nan), row["note"],
-        ))  # fmt: skip
-    return rows
-
-
 # From the tables alone
 
 
@@ -173,7 +128,7 @@ def primary(table: pd.DataFrame, deep: pd.DataFrame) -> list[study.Test]:
     return [
         runs.compared("P1", "loss post − pre, both at pre-LN's best setting", swapped, pre, margin, "above"),
         runs.compared("P1", "loss post − pre, each at its best", post, pre, margin, "below"),
-        of_depth(deep, blocks),
+        trained_depth.of_depth(deep, blocks),
         study.Unjudged(
             "D3", "loss of 6, 12 and 24 blocks with equal parameters", "said beforehand: no more than a sign",
             primary=False,
@@ -182,23 +137,6 @@ def primary(table: pd.DataFrame, deep: pd.DataFrame) -> list[study.Test]:
             "D4", "does depth predict loss beyond placement?", "said beforehand: printed only", primary=False
         ),
     ]  # fmt: skip
-
-
-def of_depth(deep: pd.DataFrame, blocks: int) -> study.Test:
-    """D1: each seed's excess over its random twins as a share of N, pre − post, where the gate lets both speak."""
-    rows = study.arm(deep, name="dependence", variant="first power", blocks=blocks)
-    passes = (
-        rows.pivot(index="seed", columns="arm", values="passes").reindex(columns=[*PLACEMENTS]).dropna().min(axis=1)
-    )
-    about = f"dependence less that of random twins, over N, pre − post; predicted below −{MARGIN:g}"
-    if passes.sum() < FEWEST:
-        found = f"the estimate passes the gate in both arms for {int(passes.sum())} of {len(passes)} seeds"
-        return study.Unjudged("D1", about, f"{found}, {FEWEST} are needed")
-    wide = rows.assign(excess=(rows["value"] - rows["twin"]) / blocks).pivot(
-        index="seed", columns="arm", values="excess"
-    )
-    values = (wide["pre"] - wide["post"]).loc[passes.index[passes == 1]]
-    return study.Primary("D1", about, tuple(values), -math.inf, -MARGIN, logs=False)
 
 
 def overview(table: pd.DataFrame) -> str:
@@ -214,54 +152,6 @@ def overview(table: pd.DataFrame) -> str:
     setting = [str(base["warmup"].iloc[0]), "–", f"{base['lr'].iloc[0]:g}", "–"]
     lines.append(["0", "no blocks", "pre-LN's best", *setting, *runs.scored(base)])
     return study.markdown(["blocks", "arm", "setting", *runs.SUMMARY], lines)
-
-
-def depth_table(table: pd.DataFrame, deep: pd.DataFrame) -> str:
-    """Effective depth beside its controls, in markdown; and how it goes with loss."""
-    head = ["blocks", "arm", "estimate", "value [95 % over seeds]", "random twins", "random tokens",
-            "smallest effect, of the three", "passes the gate", "seeds"]  # fmt: skip
-    lines = []
-    for (blocks, arm, name, variant), rows in deep.fillna({"variant": ""}).groupby(
-        ["blocks", "arm", "name", "variant"], sort=False
-    ):
-        each = [rows[column].to_numpy() for column in ("value", "twin", "tokens")]
-        spans, shown = [study.span(over_seeds(one)) for one in each], ", ".join(map(study.least, each))
-        passed = f"{int(rows['passes'].sum())} of {len(rows)}"
-        lines.append([str(blocks), arm, f"{name} {variant}".strip(), *spans, shown, passed, str(len(rows))])
-    lost = study.arm(table, stage="confirm", status="failed")
-    counts = lost[lost["arm"].isin(PLACEMENTS)].groupby(["arm", "blocks"]).size()
-    said = "; ".join(f"{count} of {arm} with {blocks} blocks" for (arm, blocks), count in counts.items()) or "none"
-    note = f"Left out, since they failed: {said}."
-    return "\n\n".join([study.markdown(head, lines), note, correlation(table, deep)])
-
-
-def correlation(table: pd.DataFrame, deep: pd.DataFrame) -> str:
-    """D4: how an estimate of depth and loss go together over all arms and seeds."""
-    rows = study.arm(deep, name="dependence", variant="first power")
-    both = rows.merge(measurable(table), on=KEYS)
-    both = both.assign(share=both["value"] / both["blocks"])
-    found = []
-    for blocks, each in both.groupby("blocks"):
-        plain = stats.spearmanr(each["value"], each["test"]).statistic
-        apart = ", ".join(
-            f"{arm} {number(float(stats.spearmanr(part['value'], part['test']).statistic))} ({len(part)})"
-            for arm, part in each.groupby("arm", sort=False)
-        )
-        found.append(
-            f"{blocks} blocks: {number(float(plain))} over {len(each)} models, partial for placement "
-            f"{number(partial_spearman(each))}, within a placement {apart}"
-        )
-    return (
-        "D4, printed only, without interval or smallest effect, since one seed has no correlation: Spearman of depth "
-        f"(dependence, first power) with loss on test. {'; '.join(found)}. The claim predicts that it is negative."
-    )
-
-
-def partial_spearman(rows: pd.DataFrame) -> float:
-    """Correlation of the ranks of depth and of loss, once the means of both in each placement are taken out."""
-    ranks = rows[["value", "test"]].rank()
-    rest = ranks - ranks.groupby(rows["arm"]).transform("mean")
-    return float(rest["value"].corr(rest["test"]))
 
 
 def shape_table(table: pd.DataFrame, base: pd.DataFrame | None) -> str:
@@ -282,7 +172,8 @@ def shape_table(table: pd.DataFrame, base: pd.DataFrame | None) -> str:
         "with 12 blocks of width 64, whatever its shape; models of that shape are `warmup.py`'s made again, and those "
         "without blocks are from there."
     )
-    return f"{text}\n\n{study.markdown(head, lines)}"
+    figure = f"![Loss by shape, a dot a seed, × failed; grey: without blocks](figures/{NAME}_shapes.png)"
+    return "\n\n".join([text, figure, study.markdown(head, lines)])
 
 
 def by_depth(table: pd.DataFrame) -> str:
@@ -303,17 +194,22 @@ def by_depth(table: pd.DataFrame) -> str:
 def section(results: Path) -> study.Section:
     """The study's part of the findings, from its tables alone."""
     table = runs.judged(results / f"{NAME}.csv")
-    deep = study.read(results / DEPTHS).merge(measurable(table)[KEYS])
+    deep = trained_depth.load(results, table)
     beside = results / "warmup.csv"
     base = study.arm(runs.load_table(beside), stage="confirm", arm="embedding") if beside.exists() else None
 
     def text(found: list[study.Verdict]) -> str:
-        parts = [INTRODUCTION, study.verdicts(found), FIGURE, overview(table), by_depth(table), SECONDARY]
-        return "\n\n".join([*parts, depth_table(table, deep), shape_table(table, base)])
+        parts = [INTRODUCTION, study.verdicts(found), FIGURE, overview(table), by_depth(table)]
+        parts += [trained_depth.INTRODUCTION, trained_depth.FIGURE, trained_depth.depth_table(table, deep)]
+        return "\n\n".join([*parts, shape_table(table, base)])
 
-    panels = len(judged_depths(table))
-    figure = study.Figure(NAME, partial(draw, table), 2.8 * panels, panels)
-    return study.Section(NAME, tuple(primary(table, deep)), text, (figure,), MINDS, notes(table, deep))
+    panels, deep_ones = len(judged_depths(table)), deep["blocks"].nunique()
+    figures = [study.Figure(NAME, partial(draw, table), 2.8 * panels, panels, claims=("P1",))]
+    made = trained_depth.drawing(table, deep)
+    figures.append(study.Figure(trained_depth.NAME, made, 2.8 * deep_ones, deep_ones, claims=("D1", "D4")))
+    if not study.arm(table, stage="shape").empty:
+        figures.append(study.Figure(f"{NAME}_shapes", partial(draw_shapes, table, base), 3.0, claims=("D3",)))
+    return study.Section(NAME, tuple(primary(table, deep)), text, tuple(figures), MINDS, notes(table, deep))
 
 
 def notes(table: pd.DataFrame, deep: pd.DataFrame) -> dict[str, str]:
@@ -323,9 +219,6 @@ def notes(table: pd.DataFrame, deep: pd.DataFrame) -> dict[str, str]:
         confirmed(table, "post", blocks)["test"].to_numpy()
         - confirmed(table, "pre", blocks, "swapped")["test"].to_numpy()
     )
-    rows = study.arm(deep, name="dependence", variant="first power", blocks=blocks)
-    excess = (rows["value"] - rows["twin"]) / blocks
-    each = {arm: study.span(over_seeds(excess[rows["arm"] == arm].to_numpy())) for arm in PLACEMENTS}
     lost = {arm: int((confirmed(table, arm, blocks, stage)["status"] == "failed").sum())
             for arm, stage in (("pre", "confirm"), ("post", "swapped"))}  # fmt: skip
     lr = confirmed(table, "pre", blocks)["lr"].iloc[0] / confirmed(table, "post", blocks)["lr"].iloc[0]
@@ -334,8 +227,7 @@ def notes(table: pd.DataFrame, deep: pd.DataFrame) -> dict[str, str]:
         f"post-LN's best, post − pre is {study.span(over_seeds(same))} ({len(same)} seeds, smallest effect "
         f"{study.least(same)}). Pre-LN's best learning rate is {lr:g} times as high. Longer warm-ups than a quarter of "
         "the steps were not tried.",
-        "D1": f"Less random twins, over N, and without the gate: pre {each['pre']}, post {each['post']} "
-        f"({rows['seed'].nunique()} seeds each).",
+        "D1": trained_depth.note(deep, blocks),
     }
 
 
@@ -346,13 +238,10 @@ with seeds 1 to 5, differences paired by seed. Losses on the test half, nats a b
 separates pre-LN from a model without blocks."""
 FIGURE = f"""![Loss on dev over learning rate and warm-up, seed 0, and of the confirmed seeds, failed runs at the loss
 that they ended with](figures/{NAME}.png)"""
-SECONDARY = f"""Effective depth in blocks. Twins have the same configuration and random weights; their mean and that of
-random tokens are over the same seeds. {DEPTH_TOKENS:,} tokens, {EXCERPT} bytes of each topic of the manual."""
 MINDS = {
     "P1": "a grid that does not end where an arm is best, more training, or a model of the size of those in the papers",
-    "D1": "another estimate that passes the gate, or deeper models",
     "D3": "runs tuned by shape, at a size where all of them learn",
-    "D4": "arms whose depth differs by design while all else is the same",
+    **trained_depth.MINDS,
 }
 
 
@@ -370,6 +259,24 @@ def draw(table: pd.DataFrame, axes: list[Axes]) -> None:
         ax.set_xscale("log")
         ax.set_ylabel(f"{blocks} blocks\nloss on dev, nats")
     axes[-1].set_xlabel("learning rate (● own best, × the other's best, fresh seeds)")
+    axes[0].legend(fontsize="small")
+
+
+def draw_shapes(table: pd.DataFrame, base: pd.DataFrame | None, axes: list[Axes]) -> None:
+    """Loss by the number of blocks, of models of about equal parameters."""
+    rows = study.arm(table, stage="shape")
+    shapes = rows[["blocks", "width"]].drop_duplicates().sort_values("blocks")
+    places = {blocks: place for place, blocks in enumerate(shapes["blocks"])}
+    for shift, (arm, colour) in enumerate(zip(PLACEMENTS, LIGHT.lines, strict=False)):
+        for status, mark in (("done", "o"), ("failed", "x")):
+            each = study.arm(rows, arm=arm, status=status)
+            label = arm if status == "done" else None
+            at = each["blocks"].map(places) + 0.1 * (2 * shift - 1)
+            axes[0].plot(at, each["test"], mark, color=colour, label=label)
+    if base is not None:
+        axes[0].axhline(base["test"].mean(), color="grey", linewidth=0.7)
+    axes[0].set_xticks(range(len(shapes)), [f"{row.blocks} blocks × {row.width}" for row in shapes.itertuples()])
+    axes[0].set_ylabel("loss on test, nats")
     axes[0].legend(fontsize="small")
 
 

@@ -342,7 +342,8 @@ def test_parallel_pairs_on_a_table_with_a_known_answer(runs: ModuleType, study: 
 def test_depth_of_models_that_learned_alone(runs: ModuleType, study: ModuleType, tmp_path: Path) -> None:
     tables(runs, tmp_path)
     pre_vs_post = script("pre_vs_post")
-    table, deep = runs.load_table(tmp_path / "pre_vs_post.csv"), study.read(tmp_path / pre_vs_post.DEPTHS)
+    trained_depth = script("trained_depth")
+    table, deep = runs.load_table(tmp_path / "pre_vs_post.csv"), study.read(tmp_path / f"{trained_depth.NAME}.csv")
     lost = (table["arm"] == "post") & (table["stage"] == "confirm") & table["seed"].isin([1, 2, 3])
     table.assign(status=np.where(lost, "failed", table["status"])).to_csv(tmp_path / "pre_vs_post.csv", index=False)
     section = pre_vs_post.section(tmp_path)
@@ -353,7 +354,7 @@ def test_depth_of_models_that_learned_alone(runs: ModuleType, study: ModuleType,
     assert "0 of 2 seeds" in judged.reason or "2 of 2 seeds" in judged.reason
     assert "6 blocks: failed 0 of 5 of pre-LN, 3 of 5 of post-LN" in said
     alone = deep[(deep["arm"] == "pre") | (deep["seed"] > 3)]  # what one arm lacks is in neither
-    assert "of 2 seeds" in pre_vs_post.of_depth(alone, 12).reason
+    assert "of 2 seeds" in trained_depth.of_depth(alone, 12).reason
 
 
 def test_sgd_models_that_are_better_than_none(runs: ModuleType, tmp_path: Path) -> None:
@@ -370,7 +371,7 @@ def test_sgd_models_that_are_better_than_none(runs: ModuleType, tmp_path: Path) 
 
 def test_correlation_without_what_the_placement_alone_makes(runs: ModuleType) -> None:
     """Within each arm the ranks go against each other, between the arms together."""
-    study = script("pre_vs_post")
+    study = script("trained_depth")
     rows = pd.DataFrame({"arm": ["pre"] * 3 + ["post"] * 3, "value": [1, 2, 3, 11, 12, 13], "test": [3, 2, 1, 9, 8, 7]})
     assert rows["value"].corr(rows["test"], method="spearman") > 0.5
     assert study.partial_spearman(rows) == pytest.approx(-1.0)
@@ -412,9 +413,10 @@ def trained(runs: ModuleType, jobs: list[object]) -> pd.DataFrame:
 
 def tables(runs: ModuleType, home: Path) -> None:
     """The tables of all studies that train, from their own plans."""
-    warmup, branch, pre_vs_post, variants, pairs, oscillation = (
-        script(name) for name in ("warmup", "branch_norm", "pre_vs_post", "variants", "parallel_pairs", "oscillation")
+    warmup, branch, pre_vs_post, variants = (
+        script(name) for name in ("warmup", "branch_norm", "pre_vs_post", "variants")
     )
+    pairs, oscillation, trained_depth = (script(name) for name in ("parallel_pairs", "oscillation", "trained_depth"))
     rng = np.random.default_rng(1)
 
     def kept(name: str, jobs: list[object]) -> pd.DataFrame:
@@ -445,7 +447,7 @@ def tables(runs: ModuleType, home: Path) -> None:
         (arm, blocks, seed, "dependence", variant, 3 + rng.normal(), 2.0, 4.0, 1, *rng.normal(2, 1, 2), "")
         for arm in ("pre", "post") for blocks in (12, 6) for seed in range(1, 6) for variant in ("", "first power")
     ]  # fmt: skip
-    pd.DataFrame(depth, columns=pre_vs_post.COLUMNS).to_csv(home / pre_vs_post.DEPTHS, index=False)
+    pd.DataFrame(depth, columns=trained_depth.COLUMNS).to_csv(home / f"{trained_depth.NAME}.csv", index=False)
     jobs = warmup.grid(warmup.SIZE, variants.TUNED, ("adamw",))
     chosen = runs.best(beside, arm="pre", optimizer="adamw")
     confirm = [job for arm in variants.TUNED
@@ -503,7 +505,9 @@ def test_every_study_says_what_its_tables_hold(runs: ModuleType, study: ModuleTy
     links = {row[0]: row[5] for row in grids(said["claims"])[0][2:]}
     assert "merge_twins.png" in links["M3"]
     assert "gradient_norms.png" in links["G1"]
-    assert not links["G4"]
+    assert "oscillation.png" in links["G4"]
+    assert "pre_vs_post_shapes.png" in links["D3"]
+    assert "pre_vs_post_depth.png" in links["D1"]
 
 
 def grids(text: str) -> list[list[list[str]]]:
