@@ -97,8 +97,8 @@ def read(
     Args:
         data: None for the analysis share of Python's own manual; the path of a text file, `-`, a `.jsonl`, a `.npy` of
             ids `[sequences, tokens]` or float states `[sequences, tokens, width]`, a nanoGPT `.bin`, a folder saved by
-            `datasets`; `hf:NAME[:SPLIT]`; or from Python a list of documents, a tensor or array of ids or states, a
-            `datasets.Dataset`, or a `Corpus`, which is returned as it is.
+            `datasets`; `hf:NAME[[:CONFIG]:SPLIT]`; or from Python a list of documents, a tensor or array of ids or
+            states, a `datasets.Dataset`, or a `Corpus`, which is returned as it is.
         tokenizer: a transformers tokenizer; only text needs one.
         tokens: how many tokens to read; of ids and states it limits the number of sequences.
         seq_len: tokens of a sequence, special tokens included; 256, or less if the model or `tokens` has less.

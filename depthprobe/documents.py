@@ -57,7 +57,9 @@ def existing(data: str | Path) -> Path:
         what = f"{len(str(data)):,} characters that begin with {str(data)[:40]!r}"
         raise CorpusError(f"{what} are no path", "the path of a file", "pass texts as a list: [text]") from error
     if not there:
-        raise CorpusError(f"no such file: {path}", fix="check the path; a Hugging Face dataset is hf:NAME[:SPLIT]")
+        raise CorpusError(
+            f"no such file: {path}", fix="check the path; a dataset on the hub is hf:NAME[[:CONFIG]:SPLIT]"
+        )
     return path
 
 
@@ -119,10 +121,18 @@ def _lines(path: Path, text_field: str) -> Iterator[Document]:
 
 
 def _rows(dataset: Any, text_field: str) -> Iterator[Document]:
-    for number, row in enumerate(dataset):
+    for number, row in enumerate(_fetched(dataset)):
         if not isinstance(row, dict):
             raise CorpusError("the dataset is a set of splits", "one split", "choose one: hf:NAME:SPLIT")
         yield _whole(_field(row, text_field, f"row {number:,} of the dataset"))
+
+
+def _fetched(dataset: Any) -> Iterator[Any]:
+    """The rows, which a dataset on the hub fetches as they are asked for."""
+    try:
+        yield from dataset
+    except Exception as error:  # as in `_dataset`
+        raise CorpusError(f"the dataset cannot be read ({_reason(error)})", "rows with a text") from error
 
 
 def _field(row: dict[str, Any], text_field: str, place: str) -> str:
@@ -144,30 +154,38 @@ def _text(value: Any, place: str, fix: str) -> str:
 
 
 def _dataset(spec: str) -> Any:
-    """The dataset of `hf:NAME[:SPLIT]`, where NAME may be a folder that `datasets` saved."""
+    """The dataset of `hf:NAME[[:CONFIG]:SPLIT]`, where NAME may be a folder that `datasets` saved."""
     try:
         import datasets
     except ImportError as error:
         raise CorpusError(
             f"{spec} needs the package datasets, which is not installed", fix="pip install 'depthprobe[datasets]'"
         ) from error
-    name, _, split = spec.removeprefix("hf:").partition(":")
+    name, *rest = spec.removeprefix("hf:").split(":")
+    if len(rest) > 2:
+        raise CorpusError(f"{spec} has {len(rest) + 1} parts", "hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
+    config, split = rest[0] if len(rest) == 2 else None, rest[-1] if rest else ""
     try:
         if not Path(name).is_dir():
-            return datasets.load_dataset(name, split=split or "train", streaming=True)
+            return datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
         saved = datasets.load_from_disk(name)
     except Exception as error:  # datasets raises what its many back ends raise
-        reason = " ".join(str(error).splitlines()[:2]) or type(error).__name__
-        fix = "open it in Python and pass the datasets.Dataset" if "onfig" in reason else None
+        fix = f"name one: hf:{name}:CONFIG:{split or 'train'}" if "onfig name is missing" in str(error) else None
         raise CorpusError(
-            f"{spec} cannot be opened ({reason})", "a dataset on the hub or saved to disk", fix
+            f"{spec} cannot be opened ({_reason(error)})", "a dataset on the hub or saved to disk", fix
         ) from error
+    if config:
+        raise CorpusError(f"{name} is a dataset saved to disk, which has no configuration", f"hf:{name}:SPLIT")
     if not isinstance(saved, dict):
         return saved
     chosen = split or (next(iter(saved)) if len(saved) == 1 else "")
     if chosen not in saved:
         raise CorpusError(f"{spec} has the splits {', '.join(saved)}", "one of them", f"choose one: hf:{name}:SPLIT")
     return saved[chosen]
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).splitlines()[:2]) or type(error).__name__
 
 
 def manual_topics(share: Literal["analysis", "training", "all"]) -> list[str]:

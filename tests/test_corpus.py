@@ -347,6 +347,36 @@ def test_datasets(plain, tmp_path):
         read(tmp_path, plain)
 
 
+def test_datasets_on_the_hub(plain, monkeypatch, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def hub(name, config, split, streaming):
+        asked.append((name, config, split, streaming))
+        if name == "several" and config is None:
+            raise ValueError("Config name is missing.\nPlease pick one among the available configs: ['a', 'b']\nmore")
+        return ({"text": TEXT} for _ in range(2)) if name != "lost" else failing()
+
+    def failing():
+        yield {"text": TEXT}
+        raise ConnectionError("the hub does not answer")
+
+    monkeypatch.setattr(datasets, "load_dataset", hub)
+    expected = read([TEXT, TEXT], plain, seq_len=32)
+    for spec in ("one", "one:train", "several:a:validation"):
+        assert torch.equal(read(f"hf:{spec}", plain, seq_len=32).inputs, expected.inputs)
+    assert asked == [("one", None, "train", True)] * 2 + [("several", "a", "validation", True)]
+    with pytest.raises(CorpusError, match=r"available configs: \['a', 'b'\].*name one: hf:several:CONFIG:test"):
+        read("hf:several:test", plain)
+    with pytest.raises(CorpusError, match=r"cannot be read \(the hub does not answer\)"):
+        read("hf:lost", plain)
+    with pytest.raises(CorpusError, match="has 4 parts; expected hf:NAME"):
+        read("hf:a:b:c:d", plain)
+    datasets.Dataset.from_dict({"text": [TEXT]}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(CorpusError, match="no configuration"):
+        read(f"hf:{tmp_path / 'saved'}:a:train", plain)
+
+
 def test_datasets_is_not_installed(plain, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(CorpusError, match=r"not installed; pip install 'depthprobe\[datasets\]'"):

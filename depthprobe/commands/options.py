@@ -23,7 +23,7 @@ Data = Annotated[
     str | None,
     typer.Option(
         help="A text file or - for standard input, .jsonl, token ids as .npy [sequences, tokens], nanoGPT's .bin, a "
-        "folder saved by datasets, or hf:NAME[:SPLIT]. By default the English of Python's own manual.",
+        "folder saved by datasets, or hf:NAME[[:CONFIG]:SPLIT]. By default the English of Python's own manual.",
         show_default=False,
         rich_help_panel=TEXT_PANEL,
     ),
