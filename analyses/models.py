@@ -94,11 +94,13 @@ class Trained:
         self.runs: dict[tuple[str, int], Run] = {}
         self.matched: dict[int, Run] = {}  # pre-LN at the setting of post-LN's run with this seed
         self.failed: set[Run] = set()
+        self.losses: dict[Run, float] = {}  # on test, as the table has them
         if not path.exists():
             return
         rows = study.arm(runs.load_table(path), blocks=blocks)
         rows = rows[rows["arm"].isin(PLACEMENTS) & rows["stage"].isin(["confirm", "swapped"])]
         every = runs.runs_of(rows)
+        self.losses = dict(zip(every, rows["test"], strict=True))
         self.failed = {run for run, status in zip(every, rows["status"], strict=True) if status == "failed"}
         for run in every:
             if run.stage == "confirm":
@@ -155,23 +157,26 @@ class Trained:
 
     def place(self, arm: str, seed: int, at: str) -> Place:
         """Where the run of an arm is measured."""
-        line = points(self.run(arm, seed, at), self.work)
+        line = self.points(self.run(arm, seed, at))
         if at != LOSS:
             return Place(line[-1], line[-1], 1.0)
-        return enclosing(line, max(points(self.runs[other, seed], self.work)[-1].loss for other in PLACEMENTS))
+        return enclosing(line, max(self.points(self.runs[other, seed])[-1].loss for other in PLACEMENTS))
+
+    def points(self, run: Run) -> list[Point]:
+        """The checkpoints of a run, which is made again where they are gone."""
+        return points(run, runs.ensure(run, self.work, self.losses[run]))
 
     def model(self, run: Run, point: Point) -> nn.Module:
         """The model of a checkpoint of a run."""
         return runs.model_of(run, self.work, point.step)
 
 
-def points(run: Run, work: Path) -> list[Point]:
-    """The checkpoints of a run in their order, the last one at its end.
+def points(run: Run, home: Path) -> list[Point]:
+    """The checkpoints of a run in its folder in their order, the last one at its end.
 
     Raises:
         OutputError: none was kept on the way, or the log does not tell their losses.
     """
-    home = runs.ensure(run, work)
     with errors_of(home):
         rows = [json.loads(line) for line in (home / "log.jsonl").read_text().splitlines()]
     losses = {row["step"]: row["val_loss"] for row in rows if row["val_loss"] is not None}

@@ -27,11 +27,12 @@ from depthprobe.errors import OutputError
 from depthprobe.lab import LabConfig, LabForCausalLM, Text, TrainResult, TrainSettings, read_text, train
 from depthprobe.lab.byte_tokens import byte_tokenizer
 from depthprobe.lab.runlog import errors_of
-from depthprobe.progress import Bar
+from depthprobe.progress import Bar, say
 
 TOKENS, BATCH = 64, 16
 SCORED = 1024  # sequences of each half of the validation text that a loss is taken on
 FAILED = 0.98  # of what the frequencies of the tokens give
+SAME = 1e-5  # relative, of losses that differ in what a table's digits leave out
 SEEDS = (1, 2, 3, 4, 5)  # that judge
 SGD_PLAIN = "sgd-0"  # SGD without decay, which torch adds to the gradient, where momentum multiplies it by ten
 TENTHS = 10
@@ -195,7 +196,7 @@ def outcome(work: Path, *values: str | int | float) -> list[tuple[str | int | fl
     """Make a run; the rest of its row, `OUTCOMES`."""
     run = Run(*values)  # type: ignore[arg-type]
     result = perform(run, work)
-    causal = bool(ARMS[run.arm].get("causal", True))
+    causal = is_causal(run.arm)
     dev = test = math.nan
     if (work / run.name / "config.json").exists():
         model = model_of(run, work)
@@ -214,11 +215,29 @@ def model_of(run: Run, work: Path, step: int | None = None) -> nn.Module:
     return load(home, device="cpu", dtype="float32").model.eval()
 
 
-def ensure(run: Run, work: Path) -> Path:
-    """The folder of a run, which is made again where its checkpoints are gone."""
-    if not (work / run.name / "config.json").exists():
-        perform(run, work)
-    return work / run.name
+def ensure(run: Run, work: Path, test: float | None = None) -> Path:
+    """The folder of a run, which is made again where its checkpoints are gone.
+
+    A run made again ends with the same loss on the same machine and versions; where it is not `test`, that of its row,
+    what is measured on it belongs to another run than that row, and that is said.
+    """
+    home = work / run.name
+    if (home / "config.json").exists():
+        return home
+    perform(run, work)
+    if test is not None and (home / "config.json").exists():
+        found = loss(model_of(run, work), *halves(is_causal(run.arm))["test"])
+        if not math.isclose(found, test, rel_tol=SAME):
+            say(
+                f"{run.name} was made again and ends with a loss of {found:.6g} where its table has {test:.6g}: what "
+                "is measured now is of another run, as on another machine. Make the table again too, or keep its folders"
+            )
+    return home
+
+
+def is_causal(arm: str) -> bool:
+    """Whether the models of an arm see only what came before."""
+    return bool(ARMS[arm].get("causal", True))
 
 
 # A study's runs

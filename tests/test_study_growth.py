@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -244,6 +245,24 @@ def test_rows_at_equal_loss_lie_between_those_of_two_checkpoints(trained_runs: P
     last = mixed.iloc[-1]
     assert (last["step"], last["val_loss"]) == (17.5, pytest.approx(2.5))
     assert growth.checkpoint_rows(found, found.runs["pre", 1], models.Point(None, 1.0)).iloc[-1]["step"] == 30
+
+
+def test_a_run_made_again_is_compared_with_its_row(
+    trained_runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = trained(trained_runs)
+    run = found.runs["pre", 1]
+    folder, kept = trained_runs / "work" / run.name, trained_runs / "kept"
+    end = runs.loss(runs.model_of(run, trained_runs / "work"), *runs.halves()["test"])
+    shutil.copytree(folder, kept, dirs_exist_ok=True)
+    monkeypatch.setattr(runs, "perform", lambda *_: shutil.copytree(kept, folder))
+    for loss, said in ((end, False), (end + 1e-3, True)):
+        shutil.rmtree(folder)
+        found.losses[run] = loss
+        assert found.place("pre", 1, "end").points[0][1].step is None
+        assert ("was made again and ends with a loss of" in capsys.readouterr().err) is said
+    assert found.place("pre", 1, "end").weight == 1.0  # once there it is taken as it is
+    assert not capsys.readouterr().err
 
 
 def test_pre_at_the_setting_of_post_is_measured_last_at_its_end(trained_runs: Path) -> None:
