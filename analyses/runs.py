@@ -230,7 +230,7 @@ def ensure(run: Run, work: Path, test: float | None = None) -> Path:
         if not math.isclose(found, test, rel_tol=SAME):
             say(
                 f"{run.name} was made again and ends with a loss of {found:.6g} where its table has {test:.6g}: what "
-                "is measured now is of another run, as on another machine. Make the table again too, or keep its folders"
+                "is measured now is of another run, as on another machine. Make the table again too"
             )
     return home
 
