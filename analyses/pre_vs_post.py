@@ -23,6 +23,7 @@ from runs import Run
 from depthprobe.contrast import over_seeds
 from depthprobe.progress import say
 from depthprobe.report.panels import LIGHT
+from depthprobe.report.tables import number
 
 NAME = "pre_vs_post"
 PLACEMENTS = ("pre", "post")
@@ -154,26 +155,42 @@ def overview(table: pd.DataFrame) -> str:
     return study.markdown(["blocks", "arm", "setting", *runs.SUMMARY], lines)
 
 
-def shape_table(table: pd.DataFrame, base: pd.DataFrame | None) -> str:
-    """D3: loss by shape, beside that of models without blocks, in markdown."""
+def shape_table(table: pd.DataFrame, beside: pd.DataFrame | None) -> str:
+    """D3: loss by shape, beside that of models without blocks of `warmup.py`, in markdown."""
     rows = study.arm(table, stage="shape")
     if rows.empty:
         return "D3: not run yet."
     lines = []
     for (arm, blocks, width), each in rows.groupby(["arm", "blocks", "width"], sort=False):
         lines.append([arm, str(blocks), str(width), *runs.scored(each)])
-    if base is not None:
+    if beside is not None:
+        base = study.arm(beside, stage="confirm", arm="embedding")
         lines.append(["no blocks", "0", str(base["width"].iloc[0]), *runs.scored(base)])
     head = ["arm", "blocks", "width", *runs.SCORES]
     sizes = rows["parameters"].max() / rows["parameters"].min() - 1
     text = (
         f"D3, a sign at most: {ISO_STEPS} steps, equal tokens, about equal parameters (within {100 * sizes:.1f} %). "
         "Losses are of the runs that did not fail. Each placement has the learning rate and warm-up that were best "
-        "with 12 blocks of width 64, whatever its shape; models of that shape are `warmup.py`'s made again, and those "
-        "without blocks are from there."
+        "with 12 blocks of width 64, whatever its shape; models without blocks are `warmup.py`'s, and so are those "
+        f"of that shape, made again{made_again(rows, beside)}."
     )
     figure = f"![Loss by shape, a dot a seed, × failed; grey: without blocks](figures/{NAME}_shapes.png)"
     return "\n\n".join([text, figure, study.markdown(head, lines)])
+
+
+def made_again(rows: pd.DataFrame, beside: pd.DataFrame | None) -> str:
+    """How far runs of `warmup.py` were from where they had ended."""
+    if beside is None:
+        return ""
+    keys = [name for name in runs.KEYS if name != "stage"]
+    both = rows.merge(study.arm(beside, stage="confirm"), on=keys, suffixes=("", "_before")).dropna(subset=["test"])
+    apart = (both["test"] - both["test_before"]).abs()
+    if both.empty or apart.max() == 0:
+        return ""
+    return (
+        f", not all on the machine that made them there: {len(both)} runs with the same seeds are up to "
+        f"{number(apart.max())} nats from their first ends, {number(apart.mean())} in the mean"
+    )
 
 
 def by_depth(table: pd.DataFrame) -> str:
@@ -195,20 +212,20 @@ def section(results: Path) -> study.Section:
     """The study's part of the findings, from its tables alone."""
     table = runs.judged(results / f"{NAME}.csv")
     deep = trained_depth.load(results, table)
-    beside = results / "warmup.csv"
-    base = study.arm(runs.load_table(beside), stage="confirm", arm="embedding") if beside.exists() else None
+    path = results / "warmup.csv"
+    beside = runs.load_table(path) if path.exists() else None
 
     def text(found: list[study.Verdict]) -> str:
         parts = [INTRODUCTION, study.verdicts(found), FIGURE, overview(table), by_depth(table)]
         parts += [trained_depth.INTRODUCTION, trained_depth.FIGURE, trained_depth.depth_table(table, deep)]
-        return "\n\n".join([*parts, shape_table(table, base)])
+        return "\n\n".join([*parts, shape_table(table, beside)])
 
     panels, deep_ones = len(judged_depths(table)), deep["blocks"].nunique()
     figures = [study.Figure(NAME, partial(draw, table), 2.8 * panels, panels, claims=("P1",))]
     made = trained_depth.drawing(table, deep)
     figures.append(study.Figure(trained_depth.NAME, made, 2.8 * deep_ones, deep_ones, claims=("D1", "D4")))
     if not study.arm(table, stage="shape").empty:
-        figures.append(study.Figure(f"{NAME}_shapes", partial(draw_shapes, table, base), 3.0, claims=("D3",)))
+        figures.append(study.Figure(f"{NAME}_shapes", partial(draw_shapes, table, beside), 3.0, claims=("D3",)))
     return study.Section(NAME, tuple(primary(table, deep)), text, tuple(figures), MINDS, notes(table, deep))
 
 
@@ -262,7 +279,7 @@ def draw(table: pd.DataFrame, axes: list[Axes]) -> None:
     axes[0].legend(fontsize="small")
 
 
-def draw_shapes(table: pd.DataFrame, base: pd.DataFrame | None, axes: list[Axes]) -> None:
+def draw_shapes(table: pd.DataFrame, beside: pd.DataFrame | None, axes: list[Axes]) -> None:
     """Loss by the number of blocks, of models of about equal parameters."""
     rows = study.arm(table, stage="shape")
     shapes = rows[["blocks", "width"]].drop_duplicates().sort_values("blocks")
@@ -273,7 +290,8 @@ def draw_shapes(table: pd.DataFrame, base: pd.DataFrame | None, axes: list[Axes]
             label = arm if status == "done" else None
             at = each["blocks"].map(places) + 0.1 * (2 * shift - 1)
             axes[0].plot(at, each["test"], mark, color=colour, label=label)
-    if base is not None:
+    if beside is not None:
+        base = study.arm(beside, stage="confirm", arm="embedding")
         axes[0].axhline(base["test"].mean(), color="grey", linewidth=0.7)
     axes[0].set_xticks(range(len(shapes)), [f"{row.blocks} blocks × {row.width}" for row in shapes.itertuples()])
     axes[0].set_ylabel("loss on test, nats")

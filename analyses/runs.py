@@ -88,7 +88,8 @@ class Run:
         return "-".join(study.text_of(value) for value in astuple(self)[1:])
 
 
-COLUMNS = (*(field.name for field in fields(Run)), *OUTCOMES)
+KEYS = tuple(field.name for field in fields(Run))
+COLUMNS = (*KEYS, *OUTCOMES)
 
 
 def perform(run: Run, work: Path) -> TrainResult:
