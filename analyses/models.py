@@ -100,7 +100,7 @@ class Trained:
         rows = study.arm(runs.load_table(path), blocks=blocks)
         rows = rows[rows["arm"].isin(PLACEMENTS) & rows["stage"].isin(["confirm", "swapped"])]
         every = runs.runs_of(rows)
-        self.losses = dict(zip(every, rows["test"], strict=True))
+        self.losses = runs.ends(rows)
         self.failed = {run for run, status in zip(every, rows["status"], strict=True) if status == "failed"}
         for run in every:
             if run.stage == "confirm":

@@ -311,6 +311,11 @@ def runs_of(table: pd.DataFrame) -> list[Run]:
     return [again(row, row["stage"], [int(row["seed"])])[0] for _, row in table.iterrows()]
 
 
+def ends(table: pd.DataFrame) -> dict[Run, float]:
+    """The loss on test of every run in a table."""
+    return dict(zip(runs_of(table), table["test"], strict=True))
+
+
 # From a table of runs
 
 
@@ -348,19 +353,21 @@ def compared(
         where: the mean difference is predicted: above the margin, below minus the margin, or within both.
         fails: whether the claim also predicts that the arm fails.
     """
-    words, region = predicted(margin, where)
-    sentence = f"{what}, nats; predicted {words}"
+    said, region = predicted(margin, where)
+    sentence = f"{what}, nats; predicted {said}"
     arm, reference = arm.sort_values("seed"), reference.sort_values("seed")
     there = [[int(seed) for seed in rows["seed"]] for rows in (arm, reference)]
     if there != [[*SEEDS]] * 2:
         reason = f"runs are missing: seeds {there[0]} and {there[1]} of {[*SEEDS]}" if any(there) else "not run yet"
         return study.Unjudged(claim, sentence, reason)
     failed, spared = (int((rows["status"] == "failed").sum()) for rows in (arm, reference))
+    mine, other = (rows["arm"].iloc[0] for rows in (arm, reference))
+    words = {"arm": f"of {mine}", "other": f"of {other}"} if mine != other else {}
+    counted = study.Counted(claim, f"{sentence}, or failures", failed, spared, len(arm), **words)
     if fails and failed > spared:
-        return study.Counted(claim, f"{sentence}, or failures", failed, spared, len(arm))
+        return counted
     if failed or spared:
-        found = study.effect(study.Counted(claim, sentence, failed, spared, len(arm)))
-        return study.Unjudged(claim, sentence, found)
+        return study.Unjudged(claim, sentence, study.effect(counted))
     if not margin > 0:
         apart = arm["test"].to_numpy() - reference["test"].to_numpy()
         reason = (
@@ -381,7 +388,7 @@ def predicted(margin: float, where: Literal["above", "below", "within"]) -> tupl
 
 
 SUMMARY = (
-    "chosen warm-up", "failed in the grid", "chosen learning rate", "where in the grid", "loss on test",
+    "warm-up steps", "failed in the grid", "learning rate", "where in the grid", "loss on test, nats",
     "smallest effect", "failed", "seeds", "parameters",
 )  # fmt: skip
 SCORES = SUMMARY[4:]

@@ -246,6 +246,7 @@ class Counted:
         spared: runs of the other arm that failed.
         seeds: runs of each.
         other: the other arm, in words.
+        arm: the arm that is to fail, in words, where it has a name of its own.
     """
 
     claim: str
@@ -254,6 +255,7 @@ class Counted:
     spared: int
     seeds: int
     other: str = "of the other arm"
+    arm: str = ""
 
 
 @dataclass(frozen=True)
@@ -449,7 +451,8 @@ def effect(test: Test) -> str:
     if isinstance(test, Ruled):
         return test.found
     if isinstance(test, Counted):
-        return f"{test.failed} of {test.seeds} runs failed, and {test.spared} of {test.seeds} {test.other}"
+        mine = f" {test.arm}" if test.arm else ""
+        return f"{test.failed} of {test.seeds} runs{mine} failed, and {test.spared} of {test.seeds} {test.other}"
     return ratio(test.values) if test.logs else span(over_seeds(test.values))
 
 

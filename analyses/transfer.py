@@ -45,10 +45,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    models = pretrained(runs.load_table(options.results.with_name(f"{pre_vs_post.NAME}.csv")))
+    table = runs.load_table(options.results.with_name(f"{pre_vs_post.NAME}.csv"))
+    models, ended = pretrained(table), runs.ends(table)
     jobs = [(*key, lr) for key in models for lr in RATES]
     with Bar("Fine-tuning", len(jobs), "runs") as step:
-        measure = partial(fine_tune, models, options.work)
+        measure = partial(fine_tune, models, ended, options.work)
         study.collect(options.results, COLUMNS, jobs, measure, step, options.workers)
     shown = section(options.results.parent)
     print(shown.text(study.adjusted(shown.tests)))
@@ -65,12 +66,13 @@ def pretrained(table: pd.DataFrame) -> dict[tuple[str, int], Run]:
 
 
 def fine_tune(
-    models: dict[tuple[str, int], Run], work: Path, arm: str, seed: int, lr: float
+    models: dict[tuple[str, int], Run], ended: dict[Run, float], work: Path, arm: str, seed: int, lr: float
 ) -> list[tuple[int | float, ...]]:
     """The row of one fine-tuning, from `step` on."""
     torch.set_num_threads(1)
     job = models[arm, seed]
-    curves = {each: losses(runs.ensure(models[each, seed], work)) for each in (*pre_vs_post.PLACEMENTS, arm)}
+    both = {each: models[each, seed] for each in (*pre_vs_post.PLACEMENTS, arm)}
+    curves = {each: losses(runs.ensure(run, work, ended[run])) for each, run in both.items()}
     level = max(min(curves[each].values()) for each in pre_vs_post.PLACEMENTS)
     if arm == "embedding":  # has no such loss: its last checkpoint
         step = max(curves[arm])

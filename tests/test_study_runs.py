@@ -383,7 +383,7 @@ def test_cells_of_confirmed_runs(runs: ModuleType, study: ModuleType) -> None:
     rows = made_up(runs, seeds_of("pre", losses)).assign(status=["done"] * 4 + ["failed"])
     tried = made_up(runs, [{"lr": lr, "status": word} for lr, word in ((1e-4, "failed"), (1e-3, "done"))])
     cells = dict(zip(runs.SUMMARY, runs.summary(tried, rows), strict=True))
-    assert cells["loss on test"] == study.span(over_seeds(losses[:4]))
+    assert cells["loss on test, nats"] == study.span(over_seeds(losses[:4]))
     assert float(cells["smallest effect"]) == pytest.approx(smallest_effect(4) * np.std(losses[:4], ddof=1), abs=5e-4)
     assert (cells["failed"], cells["seeds"], cells["failed in the grid"]) == ("1 of 5", "5", "1 of 2")
     assert cells["where in the grid"] == "edge: rate"
