@@ -582,6 +582,23 @@ def test_fine_tuning_starts_from_equal_loss(runs: ModuleType, study: ModuleType)
     assert set(transfer.chosen(table, "pre")["lr"]) == {1e-4}
 
 
+def test_a_small_model_is_fine_tuned_from_the_step_nearest_to_the_level(
+    runs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transfer = script("transfer")
+    monkeypatch.setattr(transfer, "STEPS", 10)
+    table = {(arm, 1): small(runs, arm, steps=20) for arm in ("pre", "post")}
+    ended = dict.fromkeys(table.values(), 2.0)  # they were trained elsewhere
+    (row,) = transfer.fine_tune(table, ended, tmp_path, "pre", 1, 1e-3)
+    assert capsys.readouterr().err.count("where its table has 2") == 2
+    curves = [transfer.losses(tmp_path / run.name) for run in table.values()]
+    level = max(min(curve.values()) for curve in curves)
+    step = transfer.nearest(curves[0], level)
+    assert row[:3] == (step, level, curves[0][step])
+    assert row[5] < row[3]  # of the new text, after and before
+    assert transfer.fine_tune(table, ended, tmp_path, "pre", 1, 1e-3) == [row]
+
+
 def test_what_branch_norm_leaves_of_the_stream(runs: ModuleType, tmp_path: Path) -> None:
     """The coefficient is 1 by algebra; an entropy against a plain softmax."""
     branch = script("branch_norm")
