@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from depthprobe.checkpoint import Checkpoint
+from depthprobe.contrast import OverModels, over_seeds
 from depthprobe.corpus import Corpus
 from depthprobe.cotangents import Choice, Cotangents
 from depthprobe.errors import DepthprobeError, UsageError
@@ -195,8 +196,7 @@ def run_gradients(
         notes.append(f"{POOLED} was left out: the sums of the gradients do not fit into --memory.")
     if dtype in (torch.bfloat16, torch.float16) and not settings.fresh:
         notes.append(f"Gradients were taken in float32, of weights in {str(dtype).removeprefix('torch.')}.")
-    clusters = np.repeat(np.arange(models), count) if models > 1 else corpus.documents
-    resampler = Resampler(count * models, clusters, settings.seed)
+    resampler = OverModels(models) if models > 1 else Resampler(count, corpus.documents, settings.seed)
     table = _table(means, pooled, resampler, count)
     summary = {
         "cotangents": list(cotangents.names),
@@ -274,7 +274,9 @@ def _inputs(anatomy: Anatomy, corpus: Corpus, sequence: int) -> Tensor:
     return corpus.inputs[sequence : sequence + 1].to(checkpoint.device, dtype)
 
 
-def _table(means: PerSequence, pooled: list[dict[Key, Interval]], resampler: Resampler, count: int) -> pd.DataFrame:
+def _table(
+    means: PerSequence, pooled: list[dict[Key, Interval]], resampler: Resampler | OverModels, count: int
+) -> pd.DataFrame:
     """The rows, in the order of the glossary, then unit, then layer."""
     keys = list(means.values)
     columns = np.stack([means.values[key] for key in keys], axis=1)
@@ -286,8 +288,7 @@ def _table(means: PerSequence, pooled: list[dict[Key, Interval]], resampler: Res
     for key in pooled[0] if pooled else ():
         interval = pooled[0][key]
         if len(pooled) > 1:
-            each = np.array([one[key].value if key in one else 0.0 for one in pooled])
-            interval = Resampler(len(pooled), None).function(each[:, None], lambda m: m[:, 0])
+            interval = over_seeds([one[key].value if key in one else 0.0 for one in pooled])
         metric, unit, layer = key
         rows.append((layer, unit, metric, interval.value, interval.low, interval.high, count * len(pooled)))
     table = pd.DataFrame(rows, columns=["layer", "unit", "metric", "value", "ci_low", "ci_high", "n"])
@@ -298,14 +299,22 @@ def _table(means: PerSequence, pooled: list[dict[Key, Interval]], resampler: Res
     return table.loc[keyed.sort_values(["metric", "unit", "layer"]).index].reset_index(drop=True)
 
 
-def _ratio(means: PerSequence, resampler: Resampler, metric: str, blocks: int) -> dict[str, float] | None:
-    """The value at x_1 (x_0 of a single block) over that at x_L; None where it was not measured or is 0 at x_L."""
+def _ratio(means: PerSequence, resampler: Resampler | OverModels, metric: str, blocks: int) -> dict[str, float] | None:
+    """The value at x_1 (x_0 of a single block) over that at x_L; None where it was not measured or is 0 at x_L.
+
+    Of several models it is the geometric mean of their ratios, with the interval of their logs.
+    """
     keys = [(metric, "block", min(1, blocks - 1)), (metric, "block", blocks)]
     if keys[0] not in means.values or not means.values[keys[1]].all():
         return None
-    return _value(resampler, np.stack([means.values[key] for key in keys], axis=1), lambda m: m[:, 0] / m[:, 1])
+    columns = np.stack([means.values[key] for key in keys], axis=1)
+    if isinstance(resampler, Resampler):
+        return _value(resampler, columns, lambda m: m[:, 0] / m[:, 1])
+    with np.errstate(divide="ignore", invalid="ignore"):  # a gradient of 0 has no log, and leaves no interval
+        logs = _value(resampler, columns, lambda m: np.log(m[:, 0] / m[:, 1]))
+    return {name: float(np.exp(log)) for name, log in logs.items()}
 
 
-def _value(resampler: Resampler, columns: np.ndarray, of_means: Callable[[Any], Any]) -> dict[str, float]:
+def _value(resampler: Resampler | OverModels, columns: np.ndarray, of_means: Callable[[Any], Any]) -> dict[str, float]:
     interval = resampler.function(columns, of_means)
     return {"value": interval.value, "ci_low": interval.low, "ci_high": interval.high}

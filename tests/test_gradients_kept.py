@@ -213,8 +213,13 @@ def test_fresh_models_are_seeded_and_of_the_same_configuration() -> None:
     np.testing.assert_allclose(two.table["value"][loss], mean, rtol=1e-6)
     assert two.table["n"].eq(4).all()
     assert two.table["ci_low"].notna().all()
-    low, high = sorted((first.summary["ratio"]["value"], other.summary["ratio"]["value"]))
-    assert low <= two.summary["ratio"]["ci_low"] <= two.summary["ratio"]["ci_high"] <= high
+    # Student's t over two models: 12.7 standard errors, where a bootstrap ends at the two values
+    logs = [np.log(one.summary["ratio"]["value"]) for one in (first, other)]
+    reach = 12.7062 * abs(logs[0] - logs[1]) / 2
+    ends = [two.summary["ratio"][name] for name in ("ci_low", "value", "ci_high")]
+    np.testing.assert_allclose(np.log(ends), np.mean(logs) + np.array([-reach, 0, reach]), rtol=1e-5)
+    spread = (first.table["value"] - other.table["value"])[loss].abs() / 2
+    np.testing.assert_allclose(two.table["ci_high"][loss] - mean, 12.7062 * spread, rtol=1e-5, atol=1e-12)
 
 
 def test_a_fresh_model_needs_a_configuration() -> None:
