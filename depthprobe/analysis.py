@@ -169,7 +169,7 @@ def build_report(
         what = "document" if resampler.clusters < corpus.sequences else "sequence"
         what += "s" if resampler.clusters != 1 else ""
         notes.append(f"The intervals rest on {resampler.clusters} {what}; below 32 they tend to be too narrow.")
-    documents = None if corpus.documents is None else len(set(corpus.documents.tolist()))
+    documents = 1 if corpus.documents is None else len(set(corpus.documents.tolist()))
     return Report(
         model=_describe_model(checkpoint, anatomy),
         corpus={
@@ -177,7 +177,7 @@ def build_report(
             "sha256": corpus.sha256,
             "sequences": corpus.sequences,
             "tokens": corpus.tokens,
-            "documents": documents,
+            "documents": documents if documents > 1 else None,  # of a single one the sequences are resampled
             "bos": corpus.bos,
             "first_ids": corpus.first_ids,
             "first_tokens": _first_tokens(checkpoint, corpus),

@@ -44,9 +44,14 @@ def placement(report: Report) -> str:
 
 
 def growth(name: str, fits: str | None = None) -> Measure:
-    """A fitted number of the stream's growth; refused where the law explains less than 80 % of it."""
+    """A fitted number of the stream's growth; refused where the law explains less than 80 % of it.
+
+    Also for less than three blocks: any law fits two states, and cross terms cannot be more than half of the growth.
+    """
 
     def measure(report: Report) -> Interval | str:
+        if (blocks := report.model["blocks"]) < 3:
+            return f"{blocks} blocks, 3 are needed to tell how a stream grows"
         found, r2 = report.growth.get(name), report.growth.get(fits) if fits else None
         if not found or found.get("value") is None:
             return "the stream's norm does not grow" if report.growth else "growth was not measured"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from by_hand import corpus_of
 from families import analyze, build, ids
 from numpy.typing import NDArray
 from scipy import stats
@@ -314,6 +316,14 @@ class TestLens:
     def test_can_be_left_out(self) -> None:
         report = analyze(build("llama"), data=ids(4, 20), lens_positions=0, device="cpu")
         assert not report.layers["metric"].str.startswith("lens").any()
+
+
+@pytest.mark.parametrize(("documents", "known"), [([0, 0, 0, 0], None), ([0, 0, 1, 1], 2)])
+def test_sequences_of_one_document_are_what_intervals_rest_on(documents: list[int], known: int | None) -> None:
+    corpus = replace(corpus_of(ids(4, 20)), documents=np.array(documents))
+    report = analyze(build("llama"), data=corpus, lens_positions=0, device="cpu")
+    assert report.corpus["documents"] == known
+    assert any(f"rest on {known or 4} {'document' if known else 'sequence'}s;" in note for note in report.notes)
 
 
 def measured(model: nn.Module, inputs: Tensor, **settings: int) -> Measured:

@@ -169,6 +169,18 @@ def test_post_norm_takes_the_best_way_to_combine_and_names_it():
     assert "ways to combine" not in said(ablated())["Merging"]
 
 
+def test_merges_are_not_compared_with_controls_made_in_another_way():
+    """Post-LN's cheapest way is attention first; the merge of l and l+2 and the random vector are of merges by sum."""
+    post, pre = ablated(sample(post=True)), ablated()
+    assert headline_merge(post, "kl").label == "attention first"
+    for words in ("a merge of l and l+2", "a random vector"):
+        assert words in said(pre)["Merging"]
+        assert words not in said(post)["Merging"]
+    assert "skipping block l at" in said(post)["Merging"]
+    assert "random vector (by sum)" in figures.alt_text(post, "merge_cost")
+    assert "(by sum)" not in figures.alt_text(pre, "merge_cost")
+
+
 def test_skipping_and_merging():
     text = said(ablated())
     assert "one block costs least for block 6, KL 0.0801 [0.0720, 0.0882] nats and loss +0.0621 [" in text["Skipping"]

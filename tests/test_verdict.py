@@ -147,6 +147,24 @@ def test_r1_growth(power, r2, expected) -> None:
     assert found["verdict"].tolist() == ([expected] if expected else [])
 
 
+def test_r1_of_a_model_too_shallow_to_grow_by_a_law() -> None:
+    report = sample(3)
+    aligned = {
+        **report.growth,
+        "growth_power": interval(1.0, 0.01),
+        "r2_power": 1.0,
+        "cross_share": interval(0.49, 0.01),
+    }
+    deep, shallow = (
+        verdict([case(replace(report, growth=aligned, model={**report.model, "blocks": blocks}))]) for blocks in (3, 2)
+    )
+    assert one(deep, "R1", "grows like l")["verdict"] == "supported"
+    assert one(deep, "R1", "cross term")["verdict"] == "contradicted"
+    assert rows(shallow, "R1", "grows like l").empty
+    assert rows(shallow, "R1", "cross term").empty
+    assert rows(shallow, "R1")["reason"].str.contains("2 blocks, 3 are needed").any()
+
+
 def test_r1_alignment_and_post_ln() -> None:
     assert one(verdict([case(sample())]), "R1", "cross term")["verdict"] == "contradicted"  # 0.33 to 0.37
     post = rows(verdict([case(sample(post=True))]), "R1")

@@ -8,6 +8,8 @@ from typing import Any
 import pandas as pd
 
 from depthprobe.report.ablation_tables import (
+    Series,
+    by_sum_alone,
     cost_metric,
     cost_words,
     headline_merge,
@@ -77,7 +79,7 @@ def _merging(report: Report) -> Finding | None:
     cheap = _cheap(report, rows["value"], rows["ci_high"], "adjacent merge")
     last = int(dearest["layer"])
     ends_at = f"The dearest is that of blocks {last} and {last + 1}, {_cost(report, dearest)}." if len(rows) > 1 else ""
-    more = [cheap, ends_at, _ways(report, chosen.label), _beside_controls(report, rows)]
+    more = [cheap, ends_at, _ways(report, chosen.label), _beside_controls(report, chosen)]
     count = f"; {_count_cheap(rows['value'])} of {len(rows)} cost < {_CHEAP} nats" if name == "KL" else ""
     short = f"{name} {with_interval(best, 2)} ({layer}+{layer + 1}, {chosen.label}){count}"
     return Finding("Merging", f"{text}.", " ".join(filter(None, more)), short)
@@ -104,15 +106,15 @@ def _ways(report: Report, best: str) -> str:
     return f"Of {len(found)} ways to combine, {best} was taken as the cheapest for this post-LN model (medians {each})."
 
 
-def _beside_controls(report: Report, rows: pd.DataFrame) -> str:
-    """At how many places a merge costs less than each control, whatever the intervals."""
+def _beside_controls(report: Report, chosen: Series) -> str:
+    """At how many places a merge costs less than each control that was made as it was."""
     said = []
     names = {"skip": "skipping block l", "swap": "a swap", "apart": "a merge of l and l+2", "random": "a random vector"}
     controls = series(report, cost_metric(report))
     for name, words in names.items():
-        if name not in controls:
+        if name not in controls or by_sum_alone(name, chosen):
             continue
-        both = rows.merge(controls[name].rows, on="layer", suffixes=("", "_control"))
+        both = chosen.rows.merge(controls[name].rows, on="layer", suffixes=("", "_control"))
         if not both.empty:
             less = int((both["ci_high"] < both["ci_low_control"]).sum())
             said.append(f"{words} at {less} of {len(both)} places")

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter
 
 from depthprobe.report.ablation_tables import (
+    by_sum_alone,
     cost_metric,
     headline_merge,
     label_text,
@@ -106,8 +107,11 @@ def _cost_curves(report: Report) -> list[tuple[str, pd.DataFrame, _Look]]:
     drawn = [(f"merge $l$, $l+1$ ({best.label})", best.rows, _MERGE)]
     drawn += [(f"merged: {one.label}", one.rows, look) for one, look in zip(rest, _THIN, strict=False)]
     controls = series(report, cost)
-    return drawn + [(controls[name].label, controls[name].rows, look) for name, look in _CONTROLS.items()
-                    if name in controls]  # fmt: skip
+    for name, look in _CONTROLS.items():
+        if name in controls:
+            how = " (by sum)" if by_sum_alone(name, best) else ""
+            drawn.append((f"{controls[name].label}{how}", controls[name].rows, look))
+    return drawn
 
 
 def _merge_cost(report: Report, axes: Sequence[Axes], theme: Theme) -> None:
@@ -242,8 +246,8 @@ ABLATION_PANELS: tuple[Panel, ...] = (
     ),
     Panel(
         "rho", "Merge against skip",
-        "Below 1, hiding block l's update from block l+1 alone costs less than hiding it from all later blocks; the "
-        "slope says whether that changes with depth.",
+        "Below 1, hiding block l's update from block l+1 alone (a merge by sum) costs less than hiding it from all "
+        "later blocks; the slope says whether that changes with depth.",
         ("rho",), _has_rho, (), 3.4, 1, _rho, _rho_alt,
     ),
     Panel(

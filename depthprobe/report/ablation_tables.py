@@ -136,6 +136,11 @@ def headline_merge(report: Report, metric: str) -> Series | None:
     return next(iter(merges(report, metric)), None)
 
 
+def by_sum_alone(name: str, chosen: Series) -> bool:
+    """Whether a control is of merges by sum, while the merges that speak for the model are made in another way."""
+    return name in ("apart", "random") and chosen.label != "sum"
+
+
 def others(report: Report, metric: str) -> list[Series]:
     """Every further kind of change that was made place by place: repeats, orders, sublayers, longer merges."""
     rows = metric_rows(report, metric)

@@ -151,7 +151,8 @@ COMPARE_PANELS: tuple[ComparePanel, ...] = (
     ),
     ComparePanel(
         "rho", "Merging against skipping",
-        "ρ_l below 1: hiding block l's update from the next block costs less than hiding it from all later ones.",
+        "ρ_l below 1: hiding block l's update from the next block (a merge by sum, of post-LN too, whose verdict is by "
+        "its cheapest way) costs less than hiding it from all later ones.",
         (("rho", r"$\rho_l$"),),
     ),
     ComparePanel(

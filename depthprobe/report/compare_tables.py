@@ -29,8 +29,8 @@ SCALARS = {
     "growth_rate": "growth: × a block",
     "update_growth_rate": "updates: × a block",
     "cross_share": "cross share of growth",
-    "rho_median": "ρ, median",
-    "rho_slope": "ρ, slope of its log",
+    "rho_median": "ρ by sum, median",
+    "rho_slope": "ρ by sum, slope of its log",
     "gradient_ratio_median": "gradient, x_1 over x_L",
 }
 _LATE = {
