@@ -285,8 +285,17 @@ class _Seen:
                 error <= min(self.tolerance, (0.05 if self.tolerance < 1e-3 else 0.2) * updates)
                 and abs(float(weights[0])) > 1e-3
             ):
-                good.append((error, term, tuple(_snap(float(w), self.tolerance) for w in weights)))
+                good.append((error, term, self._snapped(target, term, tuple(weights.tolist()), error)))
         return sorted(good, key=lambda fit: fit[0])
+
+    def _snapped(
+        self, target: int, term: tuple[int, ...], weights: tuple[float, ...], error: float
+    ) -> tuple[float, ...]:
+        """Weights near 1 as 1, where that explains the target about as well: rounding moves those of small updates."""
+        plain = tuple(1.0 if abs(w - 1) <= 10 * self.tolerance else w for w in weights)
+        rest = self.values[target].sample - sum(w * self.values[i].sample for w, i in zip(plain, term, strict=True))
+        reached = float(rest.norm() / self.gram[target, target].sqrt())
+        return plain if reached <= max(2 * error + 1e-7, 0.5 * self.tolerance) else weights
 
     def _name(self, steps: list[_Step]) -> tuple[Branch, ...]:
         """Branches with unit and placement, () where it cannot be told which is attention and which is the MLP."""
@@ -316,6 +325,15 @@ class _Seen:
             )
         return tuple(branches)
 
+    def _called(self, name: str) -> str:
+        """A module's name, `mlp` in place of a `mixer` that is one: what mixes tokens bears this name as well."""
+        parts = name.split(".")
+        for place, part in enumerate(parts):
+            kind = type(self.block.get_submodule(".".join(parts[: place + 1]))).__name__ if part == "mixer" else ""
+            if re.search("mlp|moe", kind, re.IGNORECASE):
+                parts[place] = "mlp"
+        return ".".join(parts)
+
     def _units(self, steps: list[_Step]) -> list[Unit] | None:
         names = []
         for step in steps:
@@ -323,14 +341,10 @@ class _Seen:
             for name, source, result in self.norm_calls:
                 if result == step.update:  # what a norm on the branch was given tells whose branch it is
                     taps = [tap for tap in taps if tap.module != name] + self.values[source].taps
-            names.append(" ".join(tap.module for tap in taps if tap.side == "out"))
+            names.append(" ".join(self._called(tap.module) for tap in taps if tap.side == "out"))
         attention = [bool(_ATTENTION.search(name)) for name in names]
         if len(steps) == 2 and sum(attention) == 1:
             return ["attention" if flag else "mlp" for flag in attention]
         if len(steps) == 1:
             return ["attention"] if attention[0] else ["mlp"] if _MLP.search(names[0]) else None
         return None
-
-
-def _snap(weight: float, tolerance: float) -> float:
-    return 1.0 if abs(weight - 1) <= 10 * tolerance else weight

@@ -35,6 +35,7 @@ class BlockList:
         width: size of the stream's last dimension.
         carried: what each block hands to the next beside the stream, such as RealFormer's attention scores, as
             (index in what a block returns, position or keyword among the next block's arguments).
+        carried_unchanged: it is one and the same for all blocks, made by the first: T5's table of positions.
     """
 
     path: str
@@ -45,6 +46,7 @@ class BlockList:
     output_batch_first: bool
     width: int
     carried: tuple[tuple[int, int | str], ...] = ()
+    carried_unchanged: bool = False
 
     def __len__(self) -> int:
         return len(self.modules)
@@ -270,8 +272,11 @@ def _check(
     if len({(call.slot, call.returns) for call in flat}) > 1:
         return f"the blocks of {name} take or return the stream in different ways"
     batch_first = first.shape[:2] == (batch, tokens)
-    carried, width = _carried(flat), first.shape[-1]
-    return BlockList(name, modules, flat[0].slot, flat[0].returns, batch_first, output_batch_first, width, carried)
+    carried = _carried(flat)
+    same = bool(carried) and len(flat) > 2 and all(_one(flat[1:], slot) for _, slot in carried)
+    return BlockList(
+        name, modules, flat[0].slot, flat[0].returns, batch_first, output_batch_first, first.shape[-1], carried, same
+    )
 
 
 def _carried(calls: list[_Call]) -> tuple[tuple[int, int | str], ...]:
@@ -286,6 +291,11 @@ def _carried(calls: list[_Call]) -> tuple[tuple[int, int | str], ...]:
         }
         common = handed if common is None else common & handed
     return tuple(sorted(common or (), key=str))
+
+
+def _one(calls: list[_Call], slot: int | str) -> bool:
+    """Whether all blocks are given the very same tensor there."""
+    return all(call.given[slot] is calls[0].given[slot] for call in calls)
 
 
 def _size(blocks: BlockList) -> tuple[int, int]:

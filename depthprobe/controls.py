@@ -31,13 +31,14 @@ _TOKENS = 1 << 27  # key of the random draws
 
 
 def random_init(anatomy: Anatomy, corpus: Corpus, seed: int) -> Anatomy:
-    """The verified twin with random weights, see `fresh_twin`.
+    """The verified twin with random weights, see `fresh_twin`, in the model's dtype: rounding is then alike in both.
 
     Raises:
         UsageError: nothing says how the model is initialised.
         CheckpointError, VerificationError: the twin cannot be built, or its stream was not found.
     """
-    return prepare(together(lambda: fresh_twin(anatomy.stream.checkpoint, seed)), corpus)[2]
+    checkpoint = anatomy.stream.checkpoint
+    return prepare(together(lambda: fresh_twin(checkpoint, seed, checkpoint.dtype)), corpus)[2]
 
 
 def random_tokens(checkpoint: Checkpoint, corpus: Corpus, seed: int) -> Corpus:

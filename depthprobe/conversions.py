@@ -90,7 +90,7 @@ def open_gguf(path: Path, options: Options) -> Opened:
         with explained(what, f"transformers cannot read a gguf of architecture {architecture!r}"):
             config = transformers.AutoConfig.from_pretrained(folder, **where)
         refuse_unsupported(config, what)
-        notes = (f"dequantised from {path.name}", *_correct(config, settings, what))
+        notes = (f"dequantised from {path.name}", *_correct(config, settings, what), *_imply(config, settings))
         objective: Objective | None = "causal" if options.objective == "auto" else options.objective
         factory = transformers.AutoModelForCausalLM if objective == "causal" else transformers.AutoModel
         arguments = {**where, "config": config, **weights_arguments(options), "dtype": options.dtype or torch.float32}
@@ -217,6 +217,28 @@ def _correct(config: Any, settings: Mapping[str, Any], what: str) -> tuple[str, 
             f"{what} has a rotary embedding with {kind} scaling, which transformers' gguf loader drops",
             fix="use the checkpoint in transformers' format",
         )
+    return tuple(notes)
+
+
+def _imply(config: Any, settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Set what follows from the file without standing in it, where transformers leaves its default; a note for each.
+
+    Gemma 2 of 27B divides attention scores by √(width / heads), as llama.cpp knows by its 46 blocks; its smaller models
+    by √256, which is the default.
+    """
+    implied: dict[str, Any] = {}
+    kind, window = config.model_type, settings.get("attention.sliding_window")
+    if kind == "phi3" and window:
+        implied["sliding_window"] = window
+    if kind == "mistral" and not window:
+        implied["sliding_window"] = None
+    if kind == "gemma2" and config.num_hidden_layers == 46:
+        implied["query_pre_attn_scalar"] = config.hidden_size // config.num_attention_heads
+    notes = []
+    for name, value in implied.items():
+        if getattr(config, name) != value:
+            notes.append(f"{name} = {value} follows from the file, where transformers took {getattr(config, name)}")
+            setattr(config, name, value)
     return tuple(notes)
 
 

@@ -125,12 +125,15 @@ def objective_of(architecture: str, config: Any) -> Objective | None:
 
 
 def refuse_unsupported(config: Any, source: str) -> None:
-    """Raises CheckpointError for a model with two stacks of blocks."""
+    """Raises CheckpointError for a model with two stacks of blocks, or whose blocks change with the text's length."""
     if getattr(config, "is_encoder_decoder", False):
         raise CheckpointError(
             f"{source} is an encoder–decoder ({config.model_type}), whose two stacks have two residual streams",
             "a decoder or an encoder",
         )
+    if getattr(config, "attention_type", None) == "block_sparse":  # BigBird, for good once a text is short
+        found = f"{source} has block_sparse attention, which turns into another one on short texts"
+        raise CheckpointError(found, "attention_type original_full in its config.json")
 
 
 def read_tokenizer(source: str, **arguments: Any) -> tuple[Any | None, tuple[str, ...]]:

@@ -15,15 +15,16 @@ from depthprobe.formats import first_line, undisturbed
 __all__ = ["fresh_twin"]
 
 
-def fresh_twin(checkpoint: Checkpoint, seed: int) -> Checkpoint:
-    """A model of the same class and configuration with random weights in float32, in eval mode, on the same device.
+def fresh_twin(checkpoint: Checkpoint, seed: int, dtype: torch.dtype = torch.float32) -> Checkpoint:
+    """A model of the same class and configuration with random weights, in eval mode, on the same device.
 
     The initialisation is the one that transformers has for the architecture, with the configuration's own spread:
     not always the one that the checkpoint was trained from. The global random state stays as it is.
 
     Args:
         checkpoint: whose configuration to take.
-        seed: of the weights.
+        seed: of the weights, which are drawn in float32.
+        dtype: of the weights.
 
     Raises:
         UsageError: the model is none of transformers', so that nothing says how to initialise it.
@@ -49,7 +50,7 @@ def fresh_twin(checkpoint: Checkpoint, seed: int) -> Checkpoint:
         ) from error
     finally:
         torch.set_rng_state(before)
-    twin.to(checkpoint.device).eval()
+    twin.to(checkpoint.device, dtype).eval()
     note = f"a random initialisation of the configuration of {checkpoint.source}, seed {seed}"
     # its weights are all in memory, whatever was done with those of the checkpoint
     return replace(checkpoint, model=twin, name=f"{checkpoint.name}-fresh", notes=(note,), offload=None)

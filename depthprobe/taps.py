@@ -71,6 +71,14 @@ class Block:
     branches: tuple[Branch, ...]
     skip: bool = True
 
+    @property
+    def scales_stream(self) -> bool:
+        """Whether the stream goes through a factor in the block, and no norm after the sum undoes that.
+
+        Neither sublayer can then be run on its own: the factor would be applied by both.
+        """
+        return any(b.norm is None and (b.gain is not None or b.skip_scale != 1.0) for b in self.branches)
+
     def branch(self, unit: str) -> Branch | None:
         """The branch of that name, None where there is none."""
         return next((branch for branch in self.branches if branch.unit == unit), None)

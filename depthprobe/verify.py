@@ -87,7 +87,7 @@ def open_stream(checkpoint: Checkpoint, inputs: Tensor) -> Anatomy:
     limit = floor(checkpoint)
     with torch.no_grad():
         stream, entry = _guarded(checkpoint, inputs)
-        xs = list(stream.states(entry))
+        xs = _states(stream, entry)
         _check_finite(xs)
         own = stream.forward(inputs)
         if not bool(torch.isfinite(own).all()):
@@ -105,8 +105,8 @@ def open_stream(checkpoint: Checkpoint, inputs: Tensor) -> Anatomy:
                 f"running the {len(stream)} blocks of {stream.blocks.path} one by one gives an output that differs "
                 f"from the model's own by {model.value:.1e}",
                 f"at most {limit:.0e}",
-                "this architecture is not supported, or its blocks keep something from one run to the next; please "
-                "report it",
+                "this architecture is not supported: its blocks may keep something from one run to the next, or leave "
+                "each other something beside the stream (shared keys and values); please report it",
             )
         notes: list[str] = []
         blocks = find_branches(stream, entry, xs, tolerance=1e-2 if limit == 1e-2 else 5e-5)
@@ -139,7 +139,8 @@ def open_stream(checkpoint: Checkpoint, inputs: Tensor) -> Anatomy:
             )
         )
         causal = _is_causal(stream, xs[-1], inputs, limit)
-        if stream.blocks.carried:
+        notes += _scaling(blocks)
+        if stream.blocks.carried and not stream.blocks.carried_unchanged:
             notes.append(
                 "Beside the stream, each block hands on what the next one uses, such as attention scores: under a "
                 "schedule, a block gets what the block before it in the schedule handed on."
@@ -184,6 +185,33 @@ def _guarded(checkpoint: Checkpoint, inputs: Tensor) -> tuple[Stream, Entry]:
         else:
             break
     return stream, entry
+
+
+def _states(stream: Stream, entry: Entry) -> list[Tensor]:
+    """x_0 … x_L; after each block's run it is run on another state, as in `_guarded`.
+
+    Of blocks that leave something for later ones elsewhere than in what they return, such as keys and values in a
+    common dictionary, the later ones find that of the other state, and do not give the model's own output.
+    """
+    xs = [entry.x]
+    for index in range(len(stream)):
+        with stream.resident(index):
+            xs.append(stream.run(entry, index, xs[-1]))
+            stream.run(entry, index, stream.inherit(xs[-2].flip(1), xs[-2]))
+    return xs
+
+
+def _scaling(blocks: tuple[Block, ...]) -> list[str]:
+    """What a factor on the stream does to what is measured, where blocks have one."""
+    scaling = [block for block in blocks if block.scales_stream]
+    if not scaling:
+        return []
+    factors = [b.skip_scale for block in scaling for b in block.branches if b.gain is None and b.skip_scale != 1.0]
+    by = f"by {min(factors):.3g} to {max(factors):.3g}" if factors else "by learned gains"
+    return [
+        f"{len(scaling)} of {len(blocks)} blocks multiply the stream itself ({by}). What is called an update, f(x) − x,"
+        " has that in it: merges by sum, ρ and interaction errors mean little where the factor is far from 1."
+    ]
 
 
 def _check_finite(xs: list[Tensor]) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoTokenizer, BertConfig, GPT2Config, LlamaConfig
 
+from depthprobe import conversions
 from depthprobe.checkpoint import Checkpoint, _looks_like_path, load
 from depthprobe.errors import CheckpointError, DepthprobeError, UsageError
 
@@ -532,6 +533,33 @@ def test_gguf_settings_that_transformers_drops_are_corrected(tmp_path: Path) -> 
     checkpoint = load(tmp_path / "tiny.gguf")
     torch.testing.assert_close(logits(checkpoint.model), logits(model), atol=1e-5, rtol=1e-4)
     assert "transformers read head_dim = 8 where the file says 16: corrected" in checkpoint.notes
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "name", "value"),
+    [
+        (transformers.Phi3Config(sliding_window=None), {"attention.sliding_window": 2047}, "sliding_window", 2047),
+        (transformers.MistralConfig(), {}, "sliding_window", None),
+        (transformers.MistralConfig(), {"attention.sliding_window": 4096}, "sliding_window", 4096),
+        (transformers.Gemma2Config(hidden_size=4608, num_attention_heads=32, num_hidden_layers=46), {},
+         "query_pre_attn_scalar", 144),
+        (transformers.Gemma2Config(num_hidden_layers=42), {}, "query_pre_attn_scalar", 256),
+    ],
+)  # fmt: skip
+def test_gguf_settings_that_only_follow_from_the_file(config, settings, name, value) -> None:
+    default = getattr(config, name)
+    notes = conversions._imply(config, settings)
+    assert getattr(config, name) == value
+    assert bool(notes) == (value != default)
+
+
+def test_attention_that_changes_with_the_length_of_a_text(tmp_path: Path) -> None:
+    config = transformers.BigBirdConfig(
+        vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+    )
+    transformers.BigBirdForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"block_sparse attention.*expected attention_type original_full"):
+        load(tmp_path)
 
 
 def test_gguf_without_its_head(tmp_path: Path) -> None:

@@ -121,6 +121,14 @@ class TestControls:
         assert twin.config.n_layer == model.config.n_layer
         assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 
+    def test_the_twin_of_a_half_precision_model_rounds_as_it_does(self) -> None:
+        model, inputs = tiny().bfloat16(), ids(4, 16, vocab=60)
+        twin = random_init(opened(model, inputs), corpus_of(inputs), 3).stream.checkpoint
+        assert twin.dtype == torch.bfloat16
+        full = random_init(opened(tiny(), inputs), corpus_of(inputs), 3).stream.checkpoint
+        assert full.dtype == torch.float32
+        assert torch.equal(twin.model.lm_head.weight, full.model.lm_head.weight.bfloat16())  # the same draw
+
     def test_of_several_draws(self) -> None:
         def held(value: float, low: float, high: float) -> dict[tuple[str, str], Depth]:
             return {("a", ""): Depth("a", "block", "", value, low, high, 3)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -13,7 +14,9 @@ from test_families import block_by_block, distance, opened
 from torch import Tensor, nn
 
 import depthprobe
-from depthprobe.errors import AnatomyError, DepthprobeError, NonFiniteError, VerificationError
+from depthprobe.ablations.schedule import parse
+from depthprobe.ablations.units import Units
+from depthprobe.errors import AnatomyError, DepthprobeError, NonFiniteError, UsageError, VerificationError
 
 
 class Embedded(nn.Module):
@@ -166,8 +169,77 @@ class TestRefused:
     def test_a_tail_that_reads_more_than_the_last_state(self) -> None:
         self.refused(SkipsOver([Bump() for _ in range(3)]), "differs", kind=VerificationError)
 
+    def test_keys_and_values_that_blocks_share_beside_the_stream(self) -> None:
+        """Gemma 4's small models: later blocks read those of an earlier one, from a dictionary that all are handed."""
+        model = gemma4(num_kv_shared_layers=2, hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB)
+        self.refused(model, "differs", "shared keys and values", kind=VerificationError)
+
     def test_no_block_list_at_all(self) -> None:
         self.refused(nn.Sequential(nn.Embedding(VOCAB, 32), nn.Linear(32, VOCAB)), "no residual stream")
+
+
+def gemma4(**options: object) -> nn.Module:
+    """Two kinds of attention by turns, and a factor on the stream after each block, a buffer."""
+    config = T.Gemma4TextConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, global_head_dim=16, num_global_key_value_heads=1, sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"] * 2, **{"hidden_size_per_layer_input": 0} | options,
+    )  # fmt: skip
+    return T.Gemma4ForCausalLM(config)
+
+
+class TestFactorsOnTheStream:
+    def test_are_found_and_said(self) -> None:
+        model = shake(gemma4())
+        for layer, factor in zip(model.model.layers, (0.5, 0.93, 1.0, 0.09), strict=True):
+            layer.layer_scalar.fill_(factor)
+        anatomy = opened(model)
+        found = [block.branches[-1].skip_scale for block in anatomy.blocks]
+        np.testing.assert_allclose(found, [0.5, 0.93, 1.0, 0.09], rtol=1e-5)
+        assert [block.scales_stream for block in anatomy.blocks] == [True, True, False, True]
+        assert any("3 of 4 blocks multiply the stream itself (by 0.09 to 0.93)" in note for note in anatomy.notes)
+        units = Units(anatomy)
+        units.check(parse("0 1 2a 2m 3"))
+        with pytest.raises(UsageError, match="a skip of block 1 has a factor"):
+            units.check(parse("0 1a 1m 2 3"))
+        assert not any("multiply" in note for note in opened(shake(gemma4())).notes)
+
+    def test_near_1_in_half_precision(self) -> None:
+        model = shake(gemma4()).to(torch.bfloat16)
+        model.model.layers[1].layer_scalar.fill_(0.93)
+        anatomy = opened(model)
+        assert all(len(block.branches) == 2 for block in anatomy.blocks)
+        assert [block.branches[-1].skip_scale for block in anatomy.blocks] == [1, pytest.approx(0.93, rel=5e-3), 1, 1]
+
+
+def test_a_mixer_that_is_an_mlp() -> None:
+    """Nemotron-H calls every sublayer so; its blocks have one each."""
+    config = T.NemotronHConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, hybrid_override_pattern="M-*-", num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, mamba_num_heads=4, mamba_head_dim=16, ssm_state_size=8, n_groups=1,
+        chunk_size=8, num_hidden_layers=4,
+    )  # fmt: skip
+    blocks = opened(shake(T.NemotronHForCausalLM(config))).blocks
+    assert [[branch.unit for branch in block.branches] for block in blocks] == [["attention"], ["mlp"]] * 2
+
+
+class TestTableOfPositions:
+    def test_is_every_blocks_wherever_it_runs(self) -> None:
+        """T5: made by block 0, handed on unchanged by all; a block that runs first has it too."""
+        torch.manual_seed(0)
+        config = T.T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4)
+        model = shake(T.T5EncoderModel(config)).eval()
+        anatomy = opened(model)
+        stream, inputs = anatomy.stream, ids(3, 12)
+        assert stream.blocks.carried_unchanged
+        assert not any("hands on" in note for note in anatomy.notes)
+        entry = stream.enter(inputs)
+        blocks = model.encoder.block
+        bias = blocks[0].layer[0].SelfAttention.compute_bias(12, 12)
+        with torch.no_grad():
+            found = stream.run(entry, 1, entry.x)
+            assert torch.allclose(found, blocks[1](entry.x, position_bias=bias)[0], atol=1e-6)
+            assert not torch.allclose(found, blocks[1](entry.x, position_bias=0 * bias)[0], atol=1e-2)
 
 
 class TestUnknownFamilies:

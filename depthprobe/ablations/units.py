@@ -44,6 +44,10 @@ class Units:
             for unit in stage:
                 if unit.part in _NAMES:
                     self._branch(unit)
+                    block = self.anatomy.blocks[unit.layer]
+                    if len(block.branches) > 1 and block.scales_stream:
+                        found = f"the schedule names {unit}, but a skip of block {unit.layer} has a factor"
+                        raise UsageError(found, "whole blocks", "a sublayer run on its own would apply it once more")
             if len(stage) > 1 and schedule.combine == "weights":
                 shapes = [{n: p.shape for n, p in self._module(unit).named_parameters()} for unit in stage]
                 if any(other != shapes[0] for other in shapes):

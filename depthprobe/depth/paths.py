@@ -169,11 +169,9 @@ class Walk:
         self._reader = Reader(anatomy.stream, anatomy.blocks)
         if unit == "sublayer":
             for block in anatomy.blocks:
-                first = block.branches[0]
-                if len(block.branches) > 1 and first.norm is None and (first.gain or first.skip_scale != 1.0):
+                if len(block.branches) > 1 and block.scales_stream:
                     raise UsageError(
-                        f"in block {block.index} the skip over the {first.unit} has a factor, so that no MLP can be "
-                        "run on its own",
+                        f"in block {block.index} a skip has a factor, so that no sublayer can be run on its own",
                         "--unit block",
                     )
                 if len(block.branches) > 1 and block.branches[1].parallel and block.branches[1].norm:
