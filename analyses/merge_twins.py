@@ -14,6 +14,7 @@ from these rows alone, and into the README by `findings.py`.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from depthprobe.errors import OutputError
 from depthprobe.progress import Bar
 from depthprobe.report.gradient_panels import PlainLog
 from depthprobe.report.panels import LIGHT
+from depthprobe.report.tables import number
 from depthprobe.verify import Anatomy
 
 NAME, RHO = parallel_pairs.NAME, f"{parallel_pairs.NAME}_rho.csv"
@@ -211,9 +213,19 @@ def rho_part(results: Path, blocks: int) -> study.Section:
 def rho_notes(table: pd.DataFrame) -> dict[str, str]:
     """What the verdict, which is on the slope alone, does not say."""
     pre, post = (study.ratio(tuple(log_rho(table, arm, "sum").mean())) for arm in PLACEMENTS)
-    blind = study.ratio(tuple(log_rho(table, "pre", "random vector").mean()))
-    note = f"Over all depths the geometric mean of ρ is {pre} in pre-LN and {post} in post-LN, merged by sum; a random "
-    return {"M2": note + f"vector as large as what a merge leaves out costs {blind} of a skip in pre-LN (same seeds)."}
+    blind = [study.ratio(tuple(log_rho(table, arm, "random vector").mean())) for arm in PLACEMENTS]
+    note = (
+        f"Over all depths the geometric mean of ρ is {pre} in pre-LN and {post} in post-LN, merged by sum; a random "
+        f"vector as large as what a merge leaves out costs {blind[0]} and {blind[1]} of a skip (same seeds), so that a "
+        "low ρ alone does not show that two blocks act like one."
+    )
+    if ways(table, "pre", MATCHED):
+        falls = study.ratio(slopes(log_rho(table, "pre", "sum", MATCHED)))
+        note += (
+            f" At post-LN's learning rate the first test's number is {falls}, the second's "
+            f"{study.ratio(difference(table, MATCHED))} (secondary, uncorrected): it depends on the learning rate."
+        )
+    return {"M2": note}
 
 
 def rho_table(path: Path, blocks: int) -> pd.DataFrame:
@@ -272,7 +284,10 @@ def rho_primary(table: pd.DataFrame) -> list[study.Test]:
     first = "trained pre: ρ at the last block over ρ at the first, by the slope of its log, merged by sum; predicted "
     second = "the same in pre over post, each at its own learning rate, seeds merged in the way that is cheapest by "
     second += "the others; predicted "
-    labels = "ρ of pre, last block over first, merged by sum", "the same in pre over post, merged in the cheapest way"
+    labels = (
+        "ρ of pre, last block over first, merged by sum",
+        "the same in pre over post, each at its own learning rate, merged in the cheapest way",
+    )
     why = {arm: models.unjudged(table, {"arm": arm, "at": END}, len(models.SEEDS)) for arm in PLACEMENTS}
     below = (-np.inf, -study.LOG_MARGIN)
     tests: list[study.Test] = []
@@ -326,8 +341,9 @@ def choices(table: pd.DataFrame) -> str:
 
 def overview(table: pd.DataFrame) -> str:
     """Every way to merge and every control, in markdown."""
-    head = ["at", "placement", "change", "geometric mean of cost / KL(skip l)", "at the last block over at the first",
-            "", "seeds", "smallest effect, mean and last over first"]  # fmt: skip
+    head = ["at", "placement", "change", "geometric mean of cost / KL(skip l)",
+            "last block over first, on the fitted line", "changed?", "seeds",
+            "smallest effect, mean and last over first"]  # fmt: skip
     lines = []
     for at, words in AT.items():
         for arm in PLACEMENTS:
@@ -363,9 +379,33 @@ def sentences(table: pd.DataFrame) -> str:
         )
         lines.append(
             f"- Pre over post at {words}, each seed in the way that is cheapest by the others: {numbers}; "
-            f"{len(falls)} seeds."
+            f"{len(falls)} seeds." + (" Its slope is the second test." if at == END else "")
         )
-    return "\n".join(lines)
+    there = [at for at in (END, MATCHED) if ways(table, "pre", at)]
+    return "\n".join([*lines, *(against_noise(table, at) for at in there), *([NOISE, ends(table)] if there else [])])
+
+
+def against_noise(table: pd.DataFrame, at: str) -> str:
+    """Merging by sum over a random vector of the size of what that leaves out, in pre-LN."""
+    logs = log_rho(table, "pre", "sum", at) - log_rho(table, "pre", "random vector", at)
+    values = {"geometric mean": tuple(logs.mean()), "last block over first, on the fitted line": slopes(logs)}
+    told = ", ".join(
+        f"{what} {study.ratio(each)} (smallest effect {study.least(each, logs=True)})" for what, each in values.items()
+    )
+    return f"- Pre-LN at {AT[at]}, merging by sum over adding a random vector of the size of what is left out: {told}."
+
+
+def ends(table: pd.DataFrame) -> str:
+    """How far the fitted line's ends are from ρ itself, and how much the way to merge matters."""
+    logs = log_rho(table, "pre", "sum")
+    seen = tuple(logs.iloc[-1] - logs.iloc[0])
+    by_way = {way: slopes(log_rho(table, "pre", way)) for way in ways(table, "pre") if way != BASELINE}
+    told = ", ".join(f"{way} {number(math.exp(np.mean(values)))}" for way, values in by_way.items())
+    return (
+        f"- Pre-LN at equal tokens: ρ itself at the last block over ρ at the first, merged by sum, is "
+        f"{study.ratio(seen)} (smallest effect {study.least(seen, logs=True)}), since it is no straight line; on the "
+        f"line, by the way of merging: {told}."
+    )
 
 
 RHO_INTRODUCTION = f"""### M2: merging neighbours in trained models (`{NAME}.py`)
@@ -388,15 +428,20 @@ margin of 10 %. At equal loss, each seed's arms are compared at the higher of th
 line between the checkpoints around it."""
     if ways(table, "pre", MATCHED):
         return f"""{text}
-There and at equal tokens each arm has the learning rate and warm-up that suit it best, and
-the placement is not all that differs; "{AT[MATCHED]}" has pre-LN with those of post-LN, whose own rows are those at
-equal tokens."""
+At both, each arm has the learning rate and warm-up that suit it best, so that the placement is not all
+that differs. "{AT[MATCHED]}" has pre-LN with those of post-LN, which are not pre-LN's best, beside
+post-LN's rows at equal tokens; losses are not equal there."""
     return f"""{text}
 Pre-LN and post-LN are compared at their own learning rates, everywhere: what differs is not the
 placement alone. Pre-LN at post-LN's learning rate, which is trained for P1, was not measured here yet."""
 
 
-RHO_MIND = "a slope on the other side of the margin in wider models or after longer training; only width 64 was tried"
+NOISE = """- Where that is not below 1, a low ρ says no more than that what a merge leaves out is small beside what a
+  skip leaves out, and a ρ that falls with depth that it is smaller late."""
+RHO_MIND = (
+    "an interval wholly on one side of the margin, with more seeds, wider models or longer training; the learning rate "
+    "alone moves it"
+)
 
 
 def rho_draw(table: pd.DataFrame, axes: list[Axes]) -> None:
