@@ -216,14 +216,14 @@ def rho_notes(table: pd.DataFrame) -> dict[str, str]:
     blind = [study.ratio(tuple(log_rho(table, arm, "random vector").mean())) for arm in PLACEMENTS]
     note = (
         f"Over all depths the geometric mean of ρ is {pre} in pre-LN and {post} in post-LN, merged by sum; a random "
-        f"vector as large as what a merge leaves out costs {blind[0]} and {blind[1]} of a skip (same seeds), so that a "
-        "low ρ alone does not show that two blocks act like one."
+        f"vector as large as what a merge leaves out costs {blind[0]} and {blind[1]} of a skip (same seeds). "
+        "Where that is about as much, a low ρ alone does not show that two blocks act like one."
     )
     if ways(table, "pre", MATCHED):
         falls = study.ratio(slopes(log_rho(table, "pre", "sum", MATCHED)))
         note += (
             f" At post-LN's learning rate the first test's number is {falls}, the second's "
-            f"{study.ratio(difference(table, MATCHED))} (secondary, uncorrected): it depends on the learning rate."
+            f"{study.ratio(difference(table, MATCHED))} (secondary, uncorrected)."
         )
     return {"M2": note}
 
@@ -403,7 +403,7 @@ def ends(table: pd.DataFrame) -> str:
     told = ", ".join(f"{way} {number(math.exp(np.mean(values)))}" for way, values in by_way.items())
     return (
         f"- Pre-LN at equal tokens: ρ itself at the last block over ρ at the first, merged by sum, is "
-        f"{study.ratio(seen)} (smallest effect {study.least(seen, logs=True)}), since it is no straight line; on the "
+        f"{study.ratio(seen)} (smallest effect {study.least(seen, logs=True)}); on the fitted "
         f"line, by the way of merging: {told}."
     )
 
@@ -439,8 +439,8 @@ placement alone. Pre-LN at post-LN's learning rate, which is trained for P1, was
 NOISE = """- Where that is not below 1, a low ρ says no more than that what a merge leaves out is small beside what a
   skip leaves out, and a ρ that falls with depth that it is smaller late."""
 RHO_MIND = (
-    "an interval wholly on one side of the margin, with more seeds, wider models or longer training; the learning rate "
-    "alone moves it"
+    "an interval wholly on one side of the margin, with more seeds, wider models, longer training or other learning "
+    "rates"
 )
 
 

@@ -164,8 +164,8 @@ def shape_table(table: pd.DataFrame, beside: pd.DataFrame | None) -> str:
     lines = []
     for (arm, blocks, width), each in rows.groupby(["arm", "blocks", "width"], sort=False):
         lines.append([arm, str(blocks), str(width), *runs.scored(each)])
-    if beside is not None:
-        base = study.arm(beside, stage="confirm", arm="embedding")
+    base = pd.DataFrame() if beside is None else study.arm(beside, stage="confirm", arm="embedding")
+    if len(base):
         lines.append(["no blocks", "0", str(base["width"].iloc[0]), *runs.scored(base)])
     head = ["arm", "blocks", "width", *runs.SCORES]
     sizes = rows["parameters"].max() / rows["parameters"].min() - 1
@@ -190,8 +190,8 @@ def made_again(rows: pd.DataFrame, beside: pd.DataFrame | None) -> str:
     if both.empty or apart.max() == 0:
         return ""
     return (
-        f" on another machine: {len(both)} runs of the same seeds end up to {number(apart.max())} nats elsewhere, "
-        f"{number(apart.mean())} in the mean"
+        f": {len(both)} runs of the same seeds end up to {number(apart.max())} nats elsewhere, {number(apart.mean())} "
+        "in the mean, as on another machine"
     )
 
 
@@ -206,8 +206,8 @@ def by_depth(table: pd.DataFrame) -> str:
         elif [*pre["seed"]] == [*post["seed"]]:
             apart = post["test"].to_numpy() - pre["test"].to_numpy()
             said = f"{study.span(over_seeds(apart))} ({len(apart)} seeds, smallest effect {study.least(apart)})"
-            found.append(f"{blocks} blocks: {said}, where 10 % is {number(runs.margin(table, pre))}")
-    return f"Loss post − pre, each at its best, nats, uncorrected: {'; '.join(found)}."
+            found.append(f"{blocks} blocks: {said}, where the margin is {number(runs.margin(table, pre))}")
+    return f"Loss post − pre, each at its best, nats, uncorrected: {'; '.join(found)}." if found else ""
 
 
 def deeper(table: pd.DataFrame) -> str:

@@ -150,16 +150,18 @@ def note(deep: pd.DataFrame) -> str:
     found = []
     for blocks, rows in sorted(first_power(deep).groupby("blocks"), reverse=True):
         apart = pre_less_post(rows, int(blocks)).to_numpy()
+        if len(apart) < 2:
+            continue
         passed = ", ".join(f"{arm} {int(study.arm(rows, arm=arm)['passes'].sum())}" for arm in PLACEMENTS)
         of_seeds = f"{len(apart)} seeds, smallest effect {study.least(apart)}"
         found.append(f"{blocks} blocks {study.span(over_seeds(apart))} ({of_seeds}; models that pass: {passed})")
-    return f"Less random twins, over N, pre − post without the gate: {'; '.join(found)}."
+    return f"Less random twins, over N, pre − post without the gate: {'; '.join(found) or 'no two seeds'}."
 
 
 def pre_less_post(rows: pd.DataFrame, blocks: int) -> pd.Series:
     """Pre − post of what is left of depth without the random twins', a share of N, by the seeds that both have."""
     excess = rows.assign(excess=(rows["value"] - rows["twin"]) / blocks)
-    wide = excess.pivot(index="seed", columns="arm", values="excess").dropna()
+    wide = excess.pivot(index="seed", columns="arm", values="excess").reindex(columns=[*PLACEMENTS]).dropna()
     return wide["pre"] - wide["post"]
 
 

@@ -257,7 +257,7 @@ def learned(table: pd.DataFrame, beside: pd.DataFrame) -> str:
         each = study.arm(rows, arm=f"pre{'-' if suffix else ''}{suffix}")
         shares = each["dev"] / each["unigram"]
         span = f"{number(shares.min())} to {number(shares.max())}" if len(each) else "not run yet"
-        lines.append([words, span, *runs.scored(each)] if len(each) else [words, span])
+        lines.append([words, span, *(runs.scored(each) if len(each) else [""] * len(runs.SCORES))])
     return study.markdown(["norm", "loss on dev over the unigrams'", *runs.SCORES], lines)
 
 
@@ -316,11 +316,14 @@ def at_equal_settings(table: pd.DataFrame, beside: pd.DataFrame) -> str:
         return ""
     apart = there["dev"] - there["dev_pre"]
     at = study.arm(rows["admin"], lr=best["pre"]["lr"])
+    ends = sorted(float(each["lr"]) for each in best.values())
+    between = rows["admin"]["lr"].between(*ends, inclusive="neither").sum()
     rates = " and ".join(f"{best[arm]['lr']:g}" for arm in ("admin", "pre"))
     said = (
         f"At equal settings up to Admin's best learning rate (dev, seed 0, {len(there)} of the grid's points) Admin "
         f"minus pre-LN is {number(apart.min())} to {number(apart.max())} nats. Their best learning rates are {rates}; "
-        f"at pre-LN's, {(at['status'] == 'failed').sum()} of {len(at)} runs of Admin failed; none between was tried."
+        f"at pre-LN's, {(at['status'] == 'failed').sum()} of {len(at)} runs of Admin failed; {between} rates between "
+        "were tried."
     )
     longest = {arm: rows[arm]["warmup"].max() == best[arm]["warmup"] for arm in rows}
     return f"{said} Both are best at the longest warm-up that was tried." if all(longest.values()) else said

@@ -185,7 +185,10 @@ def notes(table: pd.DataFrame, results: Path) -> dict[str, str]:
 
 def of_sgd(table: pd.DataFrame) -> str:
     """How many SGD models learned more than one without blocks, with decay and without, which may be why."""
-    most = study.arm(table, stage="confirm", arm="embedding")["test"].mean()
+    base = study.arm(table, stage="confirm", arm="embedding")
+    if base.empty:
+        return ""
+    most = base["test"].mean()
     said = []
     for optimizer, words in (("sgd", "with decay"), (runs.SGD_PLAIN, "without")):
         rows = study.arm(table, stage="confirm", optimizer=optimizer)

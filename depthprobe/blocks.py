@@ -35,7 +35,7 @@ class BlockList:
         width: size of the stream's last dimension.
         carried: what each block hands to the next beside the stream, such as RealFormer's attention scores, as
             (index in what a block returns, position or keyword among the next block's arguments).
-        carried_unchanged: it is one and the same for all blocks, made by the first: T5's table of positions.
+        carried_unchanged: it is one and the same tensor for all blocks, such as T5's table of positions.
     """
 
     path: str
@@ -273,7 +273,7 @@ def _check(
         return f"the blocks of {name} take or return the stream in different ways"
     batch_first = first.shape[:2] == (batch, tokens)
     carried = _carried(flat)
-    same = bool(carried) and len(flat) > 2 and all(_one(flat[1:], slot) for _, slot in carried)
+    same = bool(carried) and all(_one(flat[1:], slot) for _, slot in carried)
     return BlockList(
         name, modules, flat[0].slot, flat[0].returns, batch_first, output_batch_first, first.shape[-1], carried, same
     )

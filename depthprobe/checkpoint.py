@@ -170,14 +170,14 @@ def load(
             checkpoint.model.eval()
         else:
             checkpoint = _wrap(spec)
-        _move(checkpoint.model, wanted, None if device == "auto" else device_named(device), checkpoint.source)
+        move(checkpoint.model, wanted, None if device == "auto" else device_named(device), checkpoint.source)
         changes: dict[str, Any] = {} if objective == "auto" else {"objective": objective}
     else:
         place = device_named(device)
         options = Options(wanted, revision, trust_remote_code, attn_implementation, objective, placing)
         checkpoint = _open(spec, options)
         if placing is None and place != checkpoint.device:
-            _move(checkpoint.model, None, place, checkpoint.source)
+            move(checkpoint.model, None, place, checkpoint.source)
         changes = {}
     if inputs is not None:
         changes |= {"inputs": inputs, "vocab_size": None if inputs == "states" else _vocabulary(checkpoint.model)}
@@ -333,11 +333,11 @@ def _tokenizer(source: str | Path) -> Any:
     return tokenizer
 
 
-def _move(model: nn.Module, dtype: torch.dtype | None, device: torch.device | None, source: str) -> None:
+def move(model: nn.Module, dtype: torch.dtype | None, device: torch.device | None, source: str) -> None:
+    """Cast and move a module; raises CheckpointError where that cannot be done."""
     if dtype is None and device is None:
         return
-    try:
-        # as loading does: what was computed and is not kept in a file, such as rotary frequencies, keeps its precision
+    try:  # as loading does: what is computed and in no file, such as rotary frequencies, keeps its precision
         exact = [] if dtype is None else [
             (module, name, getattr(module, name)) for module in model.modules()
             for name in module._non_persistent_buffers_set if getattr(module, name) is not None

@@ -89,7 +89,7 @@ class OverModels:
 
     def intervals(self, columns: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
         """Means, lower and upper bounds, each `[M]`, of columns `[models × sequences, M]`."""
-        found = [over_seeds(each) for each in self._each(columns).T]
+        found = [over_seeds(each[~np.isnan(each)]) for each in self._each(columns).T]  # of models that have it
         return tuple(np.array(ends) for ends in zip(*((i.value, i.low, i.high) for i in found), strict=True))
 
     def function(self, columns: NDArray[np.float64], of_means: Callable[[Any], Any]) -> Interval:

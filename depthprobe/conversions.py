@@ -237,7 +237,7 @@ def _imply(config: Any, settings: Mapping[str, Any]) -> tuple[str, ...]:
     notes = []
     for name, value in implied.items():
         if getattr(config, name) != value:
-            notes.append(f"{name} = {value} follows from the file, where transformers took {getattr(config, name)}")
+            notes.append(f"{name} = {value}, as llama.cpp reads such a file; transformers took {getattr(config, name)}")
             setattr(config, name, value)
     return tuple(notes)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from depthprobe.checkpoint import Checkpoint
+from depthprobe.checkpoint import Checkpoint, move
 from depthprobe.errors import CheckpointError, UsageError
 from depthprobe.formats import first_line, undisturbed
 
@@ -50,7 +50,8 @@ def fresh_twin(checkpoint: Checkpoint, seed: int, dtype: torch.dtype = torch.flo
         ) from error
     finally:
         torch.set_rng_state(before)
-    twin.to(checkpoint.device, dtype).eval()
+    move(twin, dtype, checkpoint.device, checkpoint.architecture)
+    twin.eval()
     note = f"a random initialisation of the configuration of {checkpoint.source}, seed {seed}"
     # its weights are all in memory, whatever was done with those of the checkpoint
     return replace(checkpoint, model=twin, name=f"{checkpoint.name}-fresh", notes=(note,), offload=None)

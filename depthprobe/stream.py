@@ -83,11 +83,7 @@ class Stream:
             # What the model gives its first block: None, as a rule, or no such argument at all.
             given = dict(enumerate(calls[0][0])) | calls[0][1]
             self._beside[x] = tuple(given.get(slot) for _, slot in self.blocks.carried)
-        entry = Entry(inputs, x, tuple(calls))
-        if self.blocks.carried_unchanged:
-            # Made by block 0 for all of them: theirs wherever they run, and its own where it runs again or not at all.
-            self._beside[x] = self.handed_on(self.run(entry, 0, x))
-        return entry
+        return Entry(inputs, x, tuple(calls))
 
     def run(self, entry: Entry, index: int, x: Tensor, module: nn.Module | None = None) -> Tensor:
         """Block `index`, or a module in its place, on any state: f_l(x), `[batch, tokens, width]` to the same."""

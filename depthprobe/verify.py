@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from depthprobe.anatomy import find_branches
-from depthprobe.blocks import find_blocks
+from depthprobe.blocks import BlockList, find_blocks
 from depthprobe.branches import Reader
 from depthprobe.checkpoint import Checkpoint
 from depthprobe.errors import NonFiniteError, VerificationError
@@ -140,11 +140,7 @@ def open_stream(checkpoint: Checkpoint, inputs: Tensor) -> Anatomy:
         )
         causal = _is_causal(stream, xs[-1], inputs, limit)
         notes += _scaling(blocks)
-        if stream.blocks.carried and not stream.blocks.carried_unchanged:
-            notes.append(
-                "Beside the stream, each block hands on what the next one uses, such as attention scores: under a "
-                "schedule, a block gets what the block before it in the schedule handed on."
-            )
+        notes += _handed_on(stream.blocks)
     objective = _objective(checkpoint, own, stream.blocks.width, causal)
     if objective == "causal" and not causal:
         objective = None
@@ -168,14 +164,14 @@ def _unequal(inputs: Tensor) -> Tensor:
 def _guarded(checkpoint: Checkpoint, inputs: Tensor) -> tuple[Stream, Entry]:
     """The stream, with a copy of each state handed to blocks that would overwrite it, and a batch in it.
 
-    Every block has been run on another state of this batch, its tokens in reverse: of one that keeps something of it
-    for the next run, that run does not give the model's own output.
+    Every block has been run on another state of this batch: of one that keeps something of it for the next run, that
+    run does not give the model's own output.
     """
     blocks = find_blocks(checkpoint, inputs)
     for copies in (False, True):
         stream = Stream(checkpoint, blocks, copies_input=copies)
         entry = stream.enter(inputs)
-        x = stream.inherit(entry.x.flip(1), entry.x)
+        x = stream.inherit(_another(entry.x), entry.x)
         for index in range(len(stream)):
             before = x.clone()
             z = stream.run(entry, index, x)
@@ -197,8 +193,29 @@ def _states(stream: Stream, entry: Entry) -> list[Tensor]:
     for index in range(len(stream)):
         with stream.resident(index):
             xs.append(stream.run(entry, index, xs[-1]))
-            stream.run(entry, index, stream.inherit(xs[-2].flip(1), xs[-2]))
+            stream.run(entry, index, stream.inherit(_another(xs[-2]), xs[-2]))
     return xs
+
+
+def _handed_on(blocks: BlockList) -> list[str]:
+    """What goes from block to block beside the stream, and what that means for schedules."""
+    if not blocks.carried:
+        return []
+    note = (
+        "Beside the stream, each block hands on what the next one uses, such as attention scores: under a schedule, a "
+        "block gets what the block before it in the schedule handed on."
+    )
+    if blocks.carried_unchanged:
+        note += (
+            " Here it is one tensor for all, such as T5's table of positions: where the first block is skipped or "
+            "moved, others lack it, and what that costs is part of the first block's cost."
+        )
+    return [note]
+
+
+def _another(x: Tensor) -> Tensor:
+    """Another state of the same size: its tokens in reverse, and turned round, since there may be one of them."""
+    return -x.flip(1)
 
 
 def _scaling(blocks: tuple[Block, ...]) -> list[str]:

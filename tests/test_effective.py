@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from by_hand import corpus_of, opened
-from families import ids
+from families import build, ids
 from report_samples import sample
 from torch import nn
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
@@ -128,6 +128,8 @@ class TestControls:
         full = random_init(opened(tiny(), inputs), corpus_of(inputs), 3).stream.checkpoint
         assert full.dtype == torch.float32
         assert torch.equal(twin.model.lm_head.weight, full.model.lm_head.weight.bfloat16())  # the same draw
+        rotary = random_init(opened(build("llama").bfloat16(), ids(4, 16)), corpus_of(ids(4, 16)), 3)
+        assert rotary.stream.checkpoint.model.model.rotary_emb.inv_freq.dtype == torch.float32
 
     def test_of_several_draws(self) -> None:
         def held(value: float, low: float, high: float) -> dict[tuple[str, str], Depth]:

@@ -351,7 +351,7 @@ def test_depth_of_models_that_learned_alone(runs: ModuleType, study: ModuleType,
     assert "Left out, since they failed: 3 of post with 6 blocks; 3 of post with 12 blocks." in said
     assert "over 7 models" in said  # the correlation of D4
     judged = next(test for test in section.tests if test.claim == "D1")
-    assert "0 of 2 seeds" in judged.reason or "2 of 2 seeds" in judged.reason
+    assert "2 of 2 seeds" in judged.reason  # all pass in the made-up table, and three are needed
     assert "6 blocks: failed 0 of 5 of pre-LN, 3 of 5 of post-LN" in said
     alone = deep[(deep["arm"] == "pre") | (deep["seed"] > 3)]  # what one arm lacks is in neither
     assert "of 2 seeds" in trained_depth.of_depth(alone, 12).reason

@@ -44,10 +44,6 @@ class Units:
             for unit in stage:
                 if unit.part in _NAMES:
                     self._branch(unit)
-                    block = self.anatomy.blocks[unit.layer]
-                    if len(block.branches) > 1 and block.scales_stream:
-                        found = f"the schedule names {unit}, but a skip of block {unit.layer} has a factor"
-                        raise UsageError(found, "whole blocks", "a sublayer run on its own would apply it once more")
             if len(stage) > 1 and schedule.combine == "weights":
                 shapes = [{n: p.shape for n, p in self._module(unit).named_parameters()} for unit in stage]
                 if any(other != shapes[0] for other in shapes):
@@ -59,6 +55,15 @@ class Units:
                     )
                 if self._branch(stage[-1]).norm is None:
                     raise UsageError(f"branch-sum was asked for ({_text(stage)})", "post-LN sublayers", "use sum")
+
+        parts = [unit.layer for stage in schedule.stages for unit in stage if unit.part in _NAMES]
+        for layer in {layer for layer in parts if parts.count(layer) > 1}:
+            if self.anatomy.blocks[layer].scales_stream:
+                raise UsageError(
+                    f"the schedule runs sublayers of block {layer} apart, but its skip has a factor",
+                    "whole blocks, or one sublayer of it",
+                    "each would apply it",
+                )
 
     def unit(self, entry: Entry, unit: Unit, x: Tensor) -> Tensor:
         """What a unit makes of a state `[batch, tokens, width]`: f(x), the same shape."""
