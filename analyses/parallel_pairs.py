@@ -131,8 +131,10 @@ def note(table: pd.DataFrame, beside: pd.DataFrame) -> str:
         parallel, whole, _ = compared(table, beside, arm)
         done = [(each["status"] == "done").all() for each in (parallel, whole)]
         if len(parallel) and [*parallel["seed"]] == [*whole["seed"]] and all(done):
-            found.append(f"{words} {apart(parallel['test'].to_numpy() - whole['test'].to_numpy())}")
-    return f"Loss of parallel minus sequential: {'; '.join(found)}." if found else ""
+            rates = " against ".join(f"{rows['lr'].iloc[0]:g}" for rows in (parallel, whole))
+            said = apart(parallel["test"].to_numpy() - whole["test"].to_numpy())
+            found.append(f"{words}, at learning rates of {rates}, {said}")
+    return f"Loss of parallel minus sequential, each at its best: {'; '.join(found)}." if found else ""
 
 
 def overview(table: pd.DataFrame, beside: pd.DataFrame) -> str:
@@ -186,4 +188,7 @@ INTRODUCTION = f"""### M3: parallel pairs from scratch (`{NAME}.py`)
 0 is as good as sequential and 1 as bad as a model of half the blocks. Parallel and sequential have the same parameters,
 but for post-LN with one norm a sum; half as deep has half of those of the blocks. Mean losses are of the runs that did
 not fail."""
-MIND = "other learning rates or longer training, or a scale at which parallel blocks are used"
+MIND = (
+    "models that lose more by half their depth than seeds differ; rates between those tried, longer "
+    "training, or a scale at which parallel blocks are used"
+)
