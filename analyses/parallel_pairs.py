@@ -20,6 +20,7 @@ from runs import Run
 from depthprobe.contrast import over_seeds
 from depthprobe.errors import OutputError
 from depthprobe.report.panels import LIGHT
+from depthprobe.report.tables import number
 
 NAME, BESIDE = "merge_twins", "pre_vs_post"
 SIZE = {"blocks": 12, "width": 64, "steps": 2000}
@@ -105,10 +106,11 @@ def of_arm(table: pd.DataFrame, beside: pd.DataFrame, arm: str) -> study.Test:
         return study.Unjudged("M3", about, "failed: {} parallel, {} sequential, {} half as deep".format(*failed))
     parallel, whole, half = (part["test"].to_numpy() for part in parts)
     if over_seeds(half - whole).low <= 0 or min(half - whole) <= 0:  # a ratio of such a gap means nothing
-        found = f"half as deep minus sequential {apart(half - whole)}"
-        return study.Unjudged(
-            "M3", about, f"half as deep is not worse than sequential by more than chance, in every seed: {found}"
-        )
+        better = max(half - whole) < 0
+        words = "better than sequential in every seed, so that the ratio means nothing" if better else (
+            "not worse than sequential by more than chance, in every seed"
+        )  # fmt: skip
+        return study.Unjudged("M3", about, f"half as deep is {words}: half minus sequential {apart(half - whole)}")
     return study.Primary("M3", about, tuple((parallel - whole) / (half - whole)), *region, logs=False)
 
 
@@ -134,7 +136,27 @@ def note(table: pd.DataFrame, beside: pd.DataFrame) -> str:
             rates = " against ".join(f"{rows['lr'].iloc[0]:g}" for rows in (parallel, whole))
             said = apart(parallel["test"].to_numpy() - whole["test"].to_numpy())
             found.append(f"{words}, at learning rates of {rates}, {said}")
-    return f"Loss of parallel minus sequential, each at its best: {'; '.join(found)}." if found else ""
+    first = f"Loss of parallel minus sequential, each at its best: {'; '.join(found)}." if found else ""
+    return f"{first}{beyond(table, beside)}".strip()
+
+
+def beyond(table: pd.DataFrame, beside: pd.DataFrame) -> str:
+    """What half the depth costs pre-LN, and how post-LN's arms compare at one learning rate."""
+    _, whole, half = compared(table, beside, "pre-parallel")
+    said = ""
+    if len(whole) == len(half) and (pd.concat([whole, half])["status"] == "done").all():
+        gap = apart(half["test"].to_numpy() - whole["test"].to_numpy())
+        said += f" Half as deep minus sequential in pre-LN: {gap}."
+    deep = int(table["blocks"].max())
+    lr = sequential(beside, "post", deep)["lr"]
+    point = {"stage": "grid", "lr": lr, "warmup": table["warmup"].max()}
+    arms = {"half as deep": study.arm(beside, arm="post", blocks=deep // 2, **point)}
+    arms |= {WORDS[arm]: study.arm(table, arm=arm, **point) for arm, of in PARALLEL.items() if of == "post"}
+    base = study.arm(beside, arm="post", blocks=deep, **point)
+    if len(base) and all(len(rows) and (rows["status"] == "done").all() for rows in (base, *arms.values())):
+        gaps = [f"{words} {number(float(rows['test'].iloc[0] - base['test'].iloc[0]))}" for words, rows in arms.items()]
+        said += f" At sequential post-LN's learning rate (the grid's seed 0), minus sequential: {', '.join(gaps)} nats."
+    return said
 
 
 def overview(table: pd.DataFrame, beside: pd.DataFrame) -> str:
@@ -150,9 +172,11 @@ def overview(table: pd.DataFrame, beside: pd.DataFrame) -> str:
             tried, rows = (study.arm(table, stage=stage, arm=arm) for stage in ("grid", "confirm"))
             lines.append([placement, f"parallel: {WORDS[arm]}", *runs.summary(tried, rows)])
     other = of_arm(table, beside, "post-parallel-norms")
-    told = f"{other.sentence}: {study.effect(other)} (seeds {study.seeds_of(other)}, smallest effect "
+    told = f"{other.sentence}: {study.effect(other)}"
+    if isinstance(other, study.Primary):
+        told += f" (seeds {study.seeds_of(other)}, smallest effect {study.least_effect(other)})"
     arms = study.markdown(["placement", "arm", *runs.SUMMARY], lines)
-    return f"{arms}\n\nSecondary, with an uncorrected interval: {told}{study.least_effect(other)})."
+    return f"{arms}\n\nSecondary, with an uncorrected interval: {told}."
 
 
 def draw(table: pd.DataFrame, beside: pd.DataFrame, axes: list[Axes]) -> None:
@@ -187,7 +211,8 @@ INTRODUCTION = f"""### M3: parallel pairs from scratch (`{NAME}.py`)
 12 blocks, width 64, 2,000 steps, warm-up {WARMUP}. Losses on the test half, nats a byte, paired by seed. In the ratio,
 0 is as good as sequential and 1 as bad as a model of half the blocks. Parallel and sequential have the same parameters,
 but for post-LN with one norm a sum; half as deep has half of those of the blocks. Mean losses are of the runs that did
-not fail."""
+not fail. "One norm a sum" has both attentions, then both MLPs, on one state; "as many norms" adds the updates of two
+whole blocks, so that norms are not all that differs. Arms come from two tables, and may come from several machines."""
 MIND = (
     "models that lose more by half their depth than seeds differ; rates between those tried, longer "
     "training, or a scale at which parallel blocks are used"

@@ -329,10 +329,10 @@ def test_parallel_pairs_on_a_table_with_a_known_answer(runs: ModuleType, study: 
     once = beside.assign(test=np.where((beside["blocks"] == 6) & (beside["seed"] == 2), 1.5, beside["test"]))
     assert over_seeds(once[once["blocks"] == 6].query("arm == 'pre' and stage == 'confirm'")["test"]).low > 1.55
     assert all(isinstance(test, study.Unjudged) for test in pairs.primary(table, once))  # a ratio with a gap below 0
-    assert "half as deep minus sequential −0.01" in pairs.primary(table, worse)[0].reason
+    assert "half minus sequential −0.01" in pairs.primary(table, worse)[0].reason
     assert "pre-LN, at learning rates of 0.001 against 0.003, 0.016" in pairs.note(table, beside)
     lost = table.assign(status=np.where(table["arm"] == "pre-parallel", "failed", table["status"]))
-    assert "pre-LN" not in pairs.note(lost, beside)
+    assert "pre-LN, at" not in pairs.note(lost, beside)
     assert "post-LN, one norm" in pairs.note(lost, beside)
     assert pairs.sequential(beside, "pre", 12)["lr"] == 3e-3
     with pytest.raises(OutputError, match="3 of 4 runs of the grid of pre"):
