@@ -234,16 +234,14 @@ def notes(table: pd.DataFrame, beside: pd.DataFrame) -> dict[str, str]:
     for arm in ARMS:
         cold, warm = (warmup.confirmed(table, arm, "adamw", each) for each in (False, True))
         rates = dict.fromkeys(f"{rows['lr'].iloc[0]:g}" for rows in (cold, warm))
-        gains.append(
-            f"{arm} {warmup.span_of(cold['test'].to_numpy() - warm['test'].to_numpy())} at {' and '.join(rates)}"
-        )
+        gains.append(f"{arm} {study.nats(cold['test'].to_numpy() - warm['test'].to_numpy())} at {' and '.join(rates)}")
     share = runs.margin(beside, warmup.confirmed(table, "branch", "adamw", warm=True))
     return {
         "V1": "That the path of x_0 is blocked is contradicted by algebra, before any run: x_L = x_0 + Σ N(F_l). So "
         "the claim as a whole could not be supported, and what training has to say is in the first two tests. That no "
         "run failed is not that warm-up does nothing: the loss without it less that with it is, by arm and learning "
         f"rate, {'; '.join(gains)}. W1's margin would be {share:.3f} for branch-norm. With QK-norm, branch-norm less "
-        f"pre-LN, which was given none, is {warmup.span_of(normed['test'].to_numpy() - pre['test'].to_numpy())}."
+        f"pre-LN, which was given none, is {study.nats(normed['test'].to_numpy() - pre['test'].to_numpy())}."
     }
 
 

@@ -110,7 +110,7 @@ def of_arm(table: pd.DataFrame, beside: pd.DataFrame, arm: str) -> study.Test:
         words = "better than sequential in every seed, so that the ratio means nothing" if better else (
             "not worse than sequential by more than chance, in every seed"
         )  # fmt: skip
-        return study.Unjudged("M3", about, f"half as deep is {words}: half minus sequential {apart(half - whole)}")
+        return study.Unjudged("M3", about, f"half as deep is {words}: half minus sequential {study.nats(half - whole)}")
     return study.Primary("M3", about, tuple((parallel - whole) / (half - whole)), *region, logs=False)
 
 
@@ -121,11 +121,6 @@ def compared(table: pd.DataFrame, beside: pd.DataFrame, arm: str) -> list[pd.Dat
     return [study.arm(table, stage="confirm", arm=arm).sort_values("seed"), *sequential]
 
 
-def apart(values: np.ndarray) -> str:
-    """A difference by seed in nats, with its interval and smallest effect."""
-    return f"{study.span(over_seeds(values))} nats ({len(values)} seeds, smallest effect {study.least(values)})"
-
-
 def note(table: pd.DataFrame, beside: pd.DataFrame) -> str:
     """What parallel pairs cost in nats, which the ratio does not say; of the arms whose runs all learned."""
     found = []
@@ -134,7 +129,7 @@ def note(table: pd.DataFrame, beside: pd.DataFrame) -> str:
         done = [(each["status"] == "done").all() for each in (parallel, whole)]
         if len(parallel) and [*parallel["seed"]] == [*whole["seed"]] and all(done):
             rates = " against ".join(f"{rows['lr'].iloc[0]:g}" for rows in (parallel, whole))
-            said = apart(parallel["test"].to_numpy() - whole["test"].to_numpy())
+            said = study.nats(parallel["test"].to_numpy() - whole["test"].to_numpy())
             found.append(f"{words}, at learning rates of {rates}, {said}")
     first = f"Loss of parallel minus sequential, each at its best: {'; '.join(found)}." if found else ""
     return f"{first}{beyond(table, beside)}".strip()
@@ -145,7 +140,7 @@ def beyond(table: pd.DataFrame, beside: pd.DataFrame) -> str:
     _, whole, half = compared(table, beside, "pre-parallel")
     said = ""
     if len(whole) == len(half) and (pd.concat([whole, half])["status"] == "done").all():
-        gap = apart(half["test"].to_numpy() - whole["test"].to_numpy())
+        gap = study.nats(half["test"].to_numpy() - whole["test"].to_numpy())
         said += f" Half as deep minus sequential in pre-LN: {gap}."
     deep = int(table["blocks"].max())
     lr = sequential(beside, "post", deep)["lr"]

@@ -56,6 +56,7 @@ __all__ = [
     "least_effect",
     "lies",
     "markdown",
+    "nats",
     "of_claim",
     "probability",
     "ratio",
@@ -514,6 +515,11 @@ def ratio(values: Sequence[float]) -> str:
 def span(interval: Interval) -> str:
     """A value and its interval, as a table has them."""
     return f"{number(interval.value)} [{number(interval.low)}, {number(interval.high)}]"
+
+
+def nats(values: Sequence[float]) -> str:
+    """A mean in nats with its interval, seeds and smallest effect."""
+    return f"{span(over_seeds(values))} nats ({len(values)} seeds, smallest effect {least(values)})"
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -286,7 +286,7 @@ def notes(table: pd.DataFrame, beside: pd.DataFrame, norms: pd.DataFrame) -> dic
         for arm in TUNED:
             rows = study.arm(table, stage="confirm", arm=arm).sort_values("seed")
             if [*rows["seed"]] == [*other["seed"]] and (rows["status"] == "done").all():
-                gains.append(f"{arm} {warmup.span_of(rows['test'].to_numpy() - other['test'].to_numpy())}")
+                gains.append(f"{arm} {study.nats(rows['test'].to_numpy() - other['test'].to_numpy())}")
         said += [f"{words}: {'; '.join(gains)}."] if gains else []
     failed = failures(table, beside)
     found = pairs_of(norms, failed)
@@ -340,9 +340,9 @@ norm, at equal tokens, of which a masked model is asked about 15 %."""
 FIGURE = f"""![Loss on dev over learning rate, seed 0, × failed, and the confirmed seeds as dots; and the gradient ratio
 at initialisation by norm, a dot each of ten seeds, left of 1 where the gradient falls towards the first
 block](figures/{NAME}.png)"""
-LEARNED = """The trained models of N1. At a loss of 1 times the unigrams' a model has learned no more than how often
-each token comes, and above 0.98 it counts as failed; what is said below of one that is near is said of a model that has
-hardly learned anything."""
+LEARNED = f"""The trained models of N1. At a loss of 1 times the unigrams' a model has learned no more than how often
+each token comes, and above {runs.FAILED:g} it counts as failed; what is said below of one that is near is said of a
+model that has hardly learned anything."""
 SECONDARY = """N1, number by number, with uncorrected intervals; `undecided` of both norms counts as no difference.
 Means are arithmetic, of ratios geometric; thirds of the blocks are by place. BatchNorm and InstanceNorm are
 compared with LayerNorm in the bidirectional model; there the loss of the gradient ratios is that of every position's

@@ -21,7 +21,6 @@ import study
 from matplotlib.axes import Axes
 from runs import Run
 
-from depthprobe.contrast import over_seeds
 from depthprobe.report.panels import LIGHT
 from depthprobe.report.tables import number
 
@@ -168,15 +167,15 @@ def notes(table: pd.DataFrame, results: Path) -> dict[str, str]:
     post, base = at_best(table, "post"), study.arm(table, stage="confirm", arm="embedding")
     chosen = runs.best(table, arm="post", optimizer="adamw")
     luck = int((post["test"] > chosen["test"]).sum())
-    ends = [span_of(rows["test"].to_numpy()) for rows in (post, base)]
+    ends = [study.nats(rows["test"].to_numpy()) for rows in (post, base)]
     worse = "worse" if post["test"].mean() > base["test"].mean() else "better"
     cold = losses["pre"][0] - losses["post"][0]
     warm = at_best(table, "pre")["test"].to_numpy() - post["test"].to_numpy()
     second = (
         f"Post-LN at its best ends at {ends[0]}, {worse} than a model without blocks at pre-LN's best setting, "
         f"{ends[1]}. Its setting was chosen by seed 0, which did better there than {luck} of the {len(post)} that "
-        f"judge. With no warm-up in either, pre − post is {span_of(cold)}; warm-up changes that by "
-        f"{span_of(warm - cold)}."
+        f"judge. With no warm-up in either, pre − post is {study.nats(cold)}; warm-up changes that by "
+        f"{study.nats(warm - cold)}."
     )
     if at_edge(table):
         second += " Both are best at the longest warm-up that was tried."
@@ -219,12 +218,6 @@ def unwarmed(table: pd.DataFrame, results: Path) -> str:
     if all(isinstance(test, study.Unjudged) for test in primary(table) if ", post:" in test.sentence):
         said = f"Nothing here says that post-LN can do without warm-up, since its tests could not be made. {said}"
     return said
-
-
-def span_of(values: np.ndarray) -> str:
-    """A mean in nats with its interval, seeds and smallest effect."""
-    least = study.least(values)
-    return f"{study.span(over_seeds(values))} nats ({len(values)} seeds, smallest effect {least})"
 
 
 INTRODUCTION = f"""### W1, W2: warm-up (`{NAME}.py`)

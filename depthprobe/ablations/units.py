@@ -55,7 +55,6 @@ class Units:
                     )
                 if self._branch(stage[-1]).norm is None:
                     raise UsageError(f"branch-sum was asked for ({_text(stage)})", "post-LN sublayers", "use sum")
-
         parts = [unit.layer for stage in schedule.stages for unit in stage if unit.part in _NAMES]
         for layer in {layer for layer in parts if parts.count(layer) > 1}:
             if self.anatomy.blocks[layer].scales_stream:
