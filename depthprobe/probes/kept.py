@@ -25,8 +25,9 @@ def analyze_kept(kept: KeptStates, means: PerSequence) -> tuple[list[Pooled], li
     """
     sequences = np.array(sorted(kept.slots, key=kept.slots.__getitem__), dtype=np.int64)
     groups = np.arange(len(sequences)) % min(GROUPS, len(sequences))
-    order = np.argsort(groups, kind="stable")  # group after group, so that each is a slice
-    bounds = (0, *(np.cumsum(np.bincount(groups)) * kept.each).tolist())
+    order = np.lexsort((groups, groups % FOLDS))  # fold after fold, group after group, so that each is a slice
+    ends = np.flatnonzero(np.diff(groups[order], append=-1)) + 1
+    bounds = (0, *(ends * kept.each).tolist())
     pooled: list[Pooled] = []
     notes: list[str] = []
     width = kept.states[0].shape[-1]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from depthprobe.estimate import Interval, jackknife
@@ -49,9 +51,13 @@ class Layer:
     @classmethod
     def of(cls, x: Tensor, bounds: tuple[int, ...]) -> Layer:
         """From centred tokens `[tokens, width]`."""
-        parts = _parts(x, bounds)
-        total = torch.stack([part.sum(dim=0, dtype=torch.float64) for part in parts])
-        return cls(x, torch.linalg.vecdot(x, x), bounds, total, torch.stack([part.T @ part for part in parts]))
+        moment = torch.stack([part.T @ part for part in _parts(x, bounds)])
+        return cls(x, torch.linalg.vecdot(x, x), bounds, _sums(x, bounds), moment)
+
+    @cached_property
+    def hsic(self) -> Tensor:
+        """With itself: of all tokens, then without each group; both neighbours need it."""
+        return _hsic(self, self, self.moment)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +69,7 @@ class Pair:
     Attributes:
         target: Δ or b, `[tokens, width]`.
         sign: +1 where the target is Δ, so that b = target + a; −1 where it is b, so that Δ = target − a.
+        square: ‖·‖² of each token, of the target and of the other one, `[tokens]` each.
         across: Σ a targetᵀ of each group, `[groups, width, width]`.
     """
 
@@ -70,16 +77,18 @@ class Pair:
     b: Layer
     target: Tensor
     sign: int
+    square: tuple[Tensor, Tensor]
     across: Tensor
 
     @classmethod
     def of(cls, a: Layer, b: Layer) -> Pair:
         """Join two layers of the same tokens."""
         update = b.x - a.x
-        sign = 1 if _energy(update) <= _energy(b.x) else -1
-        target = update if sign == 1 else b.x
+        small = torch.linalg.vecdot(update, update)
+        sign = 1 if small.sum(dtype=torch.float64) <= b.square.sum(dtype=torch.float64) else -1
+        target, square = (update, (small, b.square)) if sign == 1 else (b.x, (b.square, small))
         parts = zip(_parts(a.x, a.bounds), _parts(target, a.bounds), strict=True)
-        return cls(a, b, target, sign, torch.stack([x.T @ t for x, t in parts]))
+        return cls(a, b, target, sign, square, torch.stack([x.T @ t for x, t in parts]))
 
 
 def cka(pair: Pair) -> Interval | None:
@@ -89,7 +98,7 @@ def cka(pair: Pair) -> Interval | None:
         return None
     alone = len(a.bounds) == 2  # one group: nothing is left once it is left out
     both = _hsic(a, b, a.moment + pair.across if pair.sign == 1 else pair.across)
-    below = _hsic(a, a, a.moment) * _hsic(b, b, b.moment)
+    below = a.hsic * b.hsic
     if alone:
         both, below = both[:1], below[:1]
     if not bool((below > 0).all()):
@@ -111,7 +120,7 @@ def _hsic(a: Layer, b: Layer, moment: Tensor) -> Tensor:
     """
 
     def sums(values: Tensor) -> Tensor:
-        return _variants(torch.stack([part.sum(dim=0, dtype=torch.float64) for part in _parts(values, a.bounds)]))
+        return _variants(_sums(values, a.bounds))
 
     def weighted(weights: Tensor, values: Tensor) -> Tensor:
         pairs = zip(_parts(weights, a.bounds), _parts(values, a.bounds), strict=True)
@@ -136,10 +145,15 @@ def _hsic(a: Layer, b: Layer, moment: Tensor) -> Tensor:
     return value / (n * (n - 3))
 
 
+def folds(groups: int) -> NDArray[np.int64]:
+    """The fold of linearity that each group is in; groups of one fold stand beside each other."""
+    return np.sort(np.arange(groups) % FOLDS)
+
+
 def fitted(bounds: tuple[int, ...]) -> int:
     """On how few tokens any of linearity's folds is fitted, where its groups of sequences begin and end so."""
     sizes = np.diff(bounds)
-    return int(sizes.sum() - np.bincount(np.arange(len(sizes)) % FOLDS, sizes).max())
+    return int(sizes.sum() - np.bincount(folds(len(sizes)), sizes).max())
 
 
 def linearity(layer: int, pair: Pair, sequences: int) -> Iterator[Pooled]:
@@ -148,41 +162,45 @@ def linearity(layer: int, pair: Pair, sequences: int) -> Iterator[Pooled]:
     One inverse serves both: with A = Σ x xᵀ + λI, the map to the update is A⁻¹ Σ x Δᵀ, and the map to the next state,
     A⁻¹ Σ x (x + Δ)ᵀ, is that plus I − λA⁻¹. Normalising either side would scale the map and leave R² as it is.
     """
-    a, target, across = pair.a, pair.target, pair.across
+    a, target, across, sign = pair.a, pair.target, pair.across, pair.sign
     groups = len(a.bounds) - 1
-    errors, totals = np.zeros((2, groups)), np.zeros((2, groups))
+    errors, totals = torch.zeros(2, groups, dtype=torch.float64), torch.zeros(2, groups, dtype=torch.float64)
     counts = torch.tensor(np.diff(a.bounds), dtype=torch.float64)
-    shift = torch.stack([part.sum(dim=0, dtype=torch.float64) for part in _parts(target, a.bounds)])
-    folds = torch.arange(groups) % FOLDS
+    shift = _sums(target, a.bounds)
+    energy = [_sums(square, a.bounds) for square in pair.square]
     whole, joined, eye = a.moment.sum(0), across.sum(0), torch.eye(a.x.shape[1], dtype=torch.float64)
     for fold in range(FOLDS):
-        fit = folds != fold
-        n = counts[fit].sum()
-        mean, centre = a.total[fit].sum(0) / n, shift[fit].sum(0) / n
-        square = (whole - a.moment[~fit].sum(0)).double().addr_(mean, mean, alpha=-float(n))
-        goal = (joined - across[~fit].sum(0)).double().addr_(mean, centre, alpha=-float(n)).float()
+        within = np.flatnonzero(folds(groups) == fold)
+        held = slice(within[0], within[-1] + 1)
+        rows = slice(a.bounds[held.start], a.bounds[held.stop])
+        n = float(counts.sum() - counts[held].sum())
+        mean, centre = ((sums.sum(0) - sums[held].sum(0)) / n for sums in (a.total, shift))
+        square = (whole - a.moment[held].sum(0)).double().addr_(mean, mean, alpha=-n)
+        goal = (joined - across[held].sum(0)).double().addr_(mean, centre, alpha=-n).float()
         ridge = RIDGE * float(square.diagonal().mean()) + 1e-300
         square.diagonal().add_(ridge)
         # A⁻¹ = RᵀR, R the inverse of A's Cholesky factor: two products with R take less time than A⁻¹ itself.
         root = torch.linalg.solve_triangular(torch.linalg.cholesky(square), eye, upper=False).float()
-        weights = root @ goal
-        for g in torch.nonzero(~fit)[:, 0].tolist():
-            rows = slice(a.bounds[g], a.bounds[g + 1])
-            true = target[rows] - centre.float()
-            inputs = a.x[rows] - mean.float()
-            turned = inputs @ root.T
-            missed = true - turned @ weights
-            errors[:, g] = _energy(missed), _energy(missed.add_(turned @ root, alpha=pair.sign * ridge))
-            totals[:, g] = _energy(true), _energy(true + pair.sign * inputs)
-    names = ("linearity_update", "linearity") if pair.sign == 1 else ("linearity", "linearity_update")
-    for metric, wrong, total in zip(names, errors, totals, strict=True):
+        turned = torch.addmm(root @ -mean.float(), a.x[rows], root.T)
+        missed = torch.addmm(target[rows] - centre.float(), turned, root @ goal, alpha=-1)
+        inside = tuple(bound - rows.start for bound in a.bounds[held.start : held.stop + 1])
+        errors[0, held] = _sums(torch.linalg.vecdot(missed, missed), inside)
+        missed.addmm_(turned, root, alpha=sign * ridge)
+        errors[1, held] = _sums(torch.linalg.vecdot(missed, missed), inside)
+        # Σ‖t − c‖² = Σ‖t‖² − 2⟨c, Σt⟩ + n‖c‖², where c is small, since the tokens of all groups are centred.
+        both = (shift, centre), (shift + sign * a.total, centre + sign * mean)
+        for k, (sums, c) in enumerate(both):
+            totals[k, held] = energy[k][held] - 2 * sums[held] @ c + counts[held] * (c @ c)
+    names = ("linearity_update", "linearity") if sign == 1 else ("linearity", "linearity_update")
+    for metric, wrong, total in zip(names, errors.numpy(), totals.numpy(), strict=True):
         if total.sum() > 0:  # no update at all leaves nothing to predict
             left_out = 1 - (wrong.sum() - wrong) / (total.sum() - total)
             yield Pooled(metric, layer, _at_most_one(jackknife(1 - wrong.sum() / total.sum(), left_out)), sequences)
 
 
-def _energy(x: Tensor) -> float:
-    return float(torch.linalg.vecdot(x, x).sum(dtype=torch.float64))
+def _sums(values: Tensor, bounds: tuple[int, ...]) -> Tensor:
+    """Of each group's tokens, in float64: `[tokens, …]` to `[groups, …]`."""
+    return torch.stack([part.sum(dim=0, dtype=torch.float64) for part in _parts(values, bounds)])
 
 
 def _parts(values: Tensor, bounds: tuple[int, ...]) -> list[Tensor]:
