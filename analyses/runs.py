@@ -363,6 +363,8 @@ def compared(
     failed, spared = (int((rows["status"] == "failed").sum()) for rows in (arm, reference))
     mine, other = (rows["arm"].iloc[0] for rows in (arm, reference))
     words = {"arm": f"of {mine}", "other": f"of {other}"} if mine != other else {}
+    if mine == other and not (arm["warmup"] > 0).any() and (reference["warmup"] > 0).all():
+        words = {"other": "with warm-up"}
     counted = study.Counted(claim, f"{sentence}, or failures", failed, spared, len(arm), **words)
     if fails and failed > spared:
         return counted
@@ -411,6 +413,7 @@ def summary(tried: pd.DataFrame, rows: pd.DataFrame, grid: pd.DataFrame | None =
     ]  # fmt: skip
     words = {"lr": "rate", "warmup": "warm-up"}
     lr, at = rows["lr"].iloc[0], f"edge: {' and '.join(words[name] for name in edges)}" if edges else "inside"
+    at = "all failed" if (tried["status"] == "failed").all() else at
     return [str(rows["warmup"].iloc[0]), f"{(tried['status'] == 'failed').sum()} of {len(tried)}", f"{lr:g}", at,
             *scored(rows)]  # fmt: skip
 

@@ -364,9 +364,67 @@ def test_sgd_models_that_are_better_than_none(runs: ModuleType, tmp_path: Path) 
     base = table.loc[table["arm"] == "embedding", "test"].mean()
     mine = (table["optimizer"] == runs.SGD_PLAIN) & (table["stage"] == "confirm")
     for side, count in ((-0.1, 10), (0.1, 0)):
-        other = table.assign(test=np.where(mine, base + side, table["test"]))
+        other = table.assign(test=np.where(mine, base + side, table["test"]), status="done")
         assert f"without {count} of 10 of post-LN, {count} of 10 of pre-LN" in warmup.of_sgd(other)
+    cold = mine & (table["arm"] == "post") & (table["warmup"] == 0)
+    lost = other.assign(test=np.where(mine, base - 0.1, table["test"]), status=np.where(cold, "failed", "done"))
+    assert "without 5 of 10 of post-LN (5 of them failed), 10 of 10 of pre-LN" in warmup.of_sgd(lost)
     assert "without not run yet" in warmup.of_sgd(table[table["optimizer"] != runs.SGD_PLAIN])
+
+
+def test_what_failed_runs_of_sgd_say(runs: ModuleType, study: ModuleType, tmp_path: Path) -> None:
+    tables(runs, tmp_path)
+    warmup = script("warmup")
+    table = runs.load_table(tmp_path / "warmup.csv").assign(status="done")
+    assert warmup.failing(table) == ""
+    mine = (table["optimizer"] == runs.SGD_PLAIN) & (table["arm"] == "post")
+    cold, lowest = mine & (table["warmup"] == 0), min(warmup.RATES[runs.SGD_PLAIN])
+    table.loc[mine & (table["stage"] == "confirm") & ~cold, "lr"] = lowest
+    table.loc[mine & (table["stage"] == "confirm") & cold, "lr"] = 1.0
+    lost = table.assign(status=np.where(cold | (mine & (table["lr"] == 1.0)), "failed", "done"))
+    said = warmup.failing(lost)
+    assert "fails without warm-up at 5 of the 5 learning rates tried, 0.03 to 3 (seed 0)" in said
+    assert "are at 1, the best of these, where it fails with 50 and 200 steps of warm-up too" in said
+    assert "those with warm-up are at 0.03, where it trains with 50 steps and 200 steps (seed 0)" in said
+    assert "Below 0.03 nothing was tried" in said
+    assert "5 failures against 0 are the most that 5 seeds can show" in said
+    cell = runs.summary(lost[cold & (lost["stage"] == "grid")], lost[cold & (lost["stage"] == "confirm")])
+    assert cell[3] == "all failed"
+    higher = lost.assign(lr=np.where(mine & ~cold & (lost["stage"] == "confirm"), 0.1, lost["lr"]))
+    assert "nothing was tried" not in warmup.failing(higher)
+
+
+def test_which_placement_contradicts_the_need_of_warm_up(
+    runs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables(runs, tmp_path)
+    warmup, table = script("warmup"), runs.load_table(tmp_path / "warmup.csv").assign(status="done")
+    words: dict[str, list[str]] = {}
+    taken = {arm: iter(()) for arm in warmup.PLACEMENTS}
+
+    def verdict(test: object, _: float) -> str:
+        arm = "post" if ", post:" in test.sentence else "pre"  # type: ignore[attr-defined]
+        return next(taken[arm])
+
+    monkeypatch.setattr(warmup.study, "verdict", verdict)
+
+    def said(post: list[str], pre: list[str], rows: pd.DataFrame = table) -> str:
+        words.update(post=post, pre=pre)
+        taken.update({arm: iter(found) for arm, found in words.items()})
+        return warmup.by_whom(rows)
+
+    cannot = "cannot be judged here"
+    found = said([cannot, cannot, "undecided"], ["contradicted", "undecided", "contradicted"])
+    assert "pre-LN alone" in found
+    assert "of its 3 tests 2 could not be made" in found
+    assert "fails nowhere for want of it." in found
+    assert said([cannot, "contradicted", "undecided"], ["contradicted"] * 3) == ""
+    assert said([cannot] * 3, ["undecided"] * 3) == ""
+    high = (table["optimizer"] == runs.SGD_PLAIN) & (table["arm"] == "pre") & (table["lr"] == 3)
+    both = table.assign(status=np.where(high, "failed", "done"))
+    assert "no decay, at 3, with warm-up and without" in said([cannot] * 3, ["contradicted"] * 3, both)
+    cold = table.assign(status=np.where(high & (table["warmup"] == 0), "failed", "done"))
+    assert "for want of it" not in said([cannot] * 3, ["contradicted"] * 3, cold)
 
 
 def test_correlation_without_what_the_placement_alone_makes(runs: ModuleType) -> None:
