@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
+import torch
 from torch import nn
 
 from depthprobe.ablations import kinds as _kinds
@@ -167,13 +168,26 @@ def run_ablations(
         "evaluations": swept.evaluations,
         "plain_evaluations": swept.plain_evaluations,
         "seconds": swept.seconds,
-        "notes": swept.notes,
+        "clusters": resampler.clusters,
+        "notes": [*swept.notes, *_rounded(anatomy, schedules)],
     }
     if swept.fetched is not None:
         merging["fetched"] = vars(swept.fetched)
     if swept.later is not None:
         merging["later"] = plain_table(swept.later.frame(resampler))
     return Ablations(table(swept, resampler), merging, swept)
+
+
+def _rounded(anatomy: Anatomy, schedules: list[Schedule]) -> list[str]:
+    """What half precision does to the control of a merge."""
+    dtype = anatomy.stream.checkpoint.dtype
+    controls = any(unit.part == "~" for schedule in schedules for stage in schedule.stages for unit in stage)
+    if dtype not in (torch.bfloat16, torch.float16) or not controls:
+        return []
+    return [
+        f"In {str(dtype).removeprefix('torch.')} the norm of a merge's random vector is that of a difference of "
+        "rounded states: where the merge drops little, the vector is too long, and the merge looks cheap."
+    ]
 
 
 def place_of(corpus: Corpus, settings: SweepSettings, masked: bool) -> dict[str, Any]:

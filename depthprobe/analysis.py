@@ -27,6 +27,7 @@ from depthprobe.estimate import Resampler
 from depthprobe.fingerprint import fingerprint
 from depthprobe.gradient import GradientSettings, with_gradients
 from depthprobe.measure import Measured, Progress, Settings, measure
+from depthprobe.offload import MEMORY, allowed
 from depthprobe.prepare import prepare
 from depthprobe.report import Report
 from depthprobe.summary import growth, layers_table, pairs_table, skipped_positions
@@ -117,7 +118,7 @@ def analyze(
         part = corpus.spread(gradient_tokens)
         report = with_gradients(report, anatomy, part, GradientSettings(skip_first=skip_first, seed=seed), progress)
     if depth_tokens:
-        deep = DepthSettings(seed, skip_first, settings.batch_size)
+        deep = DepthSettings(seed, skip_first, settings.batch_size, allowed(MEMORY, checkpoint.offload))
         report = with_effective(report, anatomy, shortened(corpus, depth_tokens, QUICK_LEN), deep, progress)
         report = with_phases(report, anatomy, corpus, deep, progress)
     if not ablations:

@@ -85,7 +85,7 @@ class OverModels:
     """
 
     def __init__(self, models: int) -> None:
-        self.models = models
+        self.models = self.clusters = models
 
     def intervals(self, columns: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
         """Means, lower and upper bounds, each `[M]`, of columns `[models × sequences, M]`."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 
+from depthprobe.arrays import sha256_of
 from depthprobe.checkpoint import Checkpoint
 from depthprobe.corpus import Corpus
 from depthprobe.depth.base import Depth, DepthSettings
@@ -44,8 +44,8 @@ def random_init(anatomy: Anatomy, corpus: Corpus, seed: int) -> Anatomy:
 def random_tokens(checkpoint: Checkpoint, corpus: Corpus, seed: int) -> Corpus:
     """As many sequences of as many tokens, each id drawn evenly from the vocabulary by (seed, sequence).
 
-    An id that every sequence begins with, such as BOS, stays where it is, and so does an encoder's SEP. Of float
-    states, each dimension is drawn from a normal distribution with its mean and spread in the corpus.
+    What every sequence begins with, such as BOS or an image's first state, stays where it is, and so does an encoder's
+    SEP. Of float states, each dimension is drawn from a normal distribution with its mean and spread in the corpus.
     """
     inputs, rows = corpus.inputs, range(corpus.sequences)
     if corpus.is_states:
@@ -57,12 +57,12 @@ def random_tokens(checkpoint: Checkpoint, corpus: Corpus, seed: int) -> Corpus:
         size = checkpoint.vocab_size or int(inputs.max()) + 1
         drawn = [key_rng(seed, row, _TOKENS).integers(0, size, corpus.tokens) for row in rows]
         made = torch.from_numpy(np.stack(drawn)).to(inputs.dtype)
-        if corpus.sequences > 1 and bool((inputs[:, 0] == inputs[0, 0]).all()):
-            made[:, 0] = inputs[:, 0]
-        if corpus.same_end:
-            made[:, -1] = inputs[:, -1]
-    sha256 = hashlib.sha256(made.numpy().tobytes()).hexdigest()
-    return replace(corpus, inputs=made, documents=None, name="random tokens", sha256=sha256, notes=())
+    if corpus.sequences > 1 and bool((inputs[:, 0] == inputs[0, 0]).all()):
+        made[:, 0] = inputs[:, 0]
+    if corpus.same_end:
+        made[:, -1] = inputs[:, -1]
+    sha256 = sha256_of(made)
+    return replace(corpus, inputs=made, documents=None, owners=None, name="random tokens", sha256=sha256, notes=())
 
 
 def run_controls(

@@ -15,7 +15,7 @@ from depthprobe.arrays import checked, cut, opened, refuse_padding, refuse_wide,
 from depthprobe.documents import Document, documents, manual_topics
 from depthprobe.errors import CorpusError, UsageError
 
-__all__ = ["Corpus", "manual_topics", "read"]
+__all__ = ["Corpus", "halves", "manual_topics", "read"]
 
 DEFAULT_SEQ_LEN = 256
 _BEHIND = " and ends with "
@@ -33,6 +33,11 @@ class Corpus:
         sha256: of the text that was tokenised (utf-8, a zero byte between documents), or of the ids or states used.
         bos: a sentence on what was put in front of every sequence and behind it.
         notes: what a reader should know besides, a sentence each.
+        owners: int32 `[sequences, tokens]`, the document of each token, -1 of what was put in front and behind; None as
+            `documents`.
+        cuttable: whether a sequence is as long as it was asked for, a piece of text or of a stream, so that a shorter
+            one is such a piece too. Ids and states that were given as sequences are not: an image, a task, a sentence
+            with its SEP.
     """
 
     inputs: torch.Tensor
@@ -41,6 +46,8 @@ class Corpus:
     sha256: str
     bos: str
     notes: tuple[str, ...] = ()
+    owners: np.ndarray | None = None
+    cuttable: bool = False
 
     @property
     def sequences(self) -> int:
@@ -64,19 +71,49 @@ class Corpus:
 
     def take(self, rows: slice | np.ndarray) -> Corpus:
         """Some of the sequences."""
-        documents = None if self.documents is None else self.documents[rows]
+        documents, owners = (None if of is None else of[rows] for of in (self.documents, self.owners))
         inputs = self.inputs[rows if isinstance(rows, slice) else torch.from_numpy(rows)]
-        return replace(self, inputs=inputs, documents=documents)
+        return replace(self, inputs=inputs, documents=documents, owners=owners)
 
     def spread(self, tokens: int) -> Corpus:
         """An evenly spread part with about so many tokens, at least one sequence."""
         count = max(1, min(self.sequences, tokens // self.tokens))
         return self.take(np.linspace(0, self.sequences - 1, count).round().astype(np.int64))
 
+    def cut(self, length: int) -> Corpus:
+        """The first `length` tokens of every sequence, and the document of those; an encoder's last one stays."""
+        if length >= self.tokens:
+            return self
+        places = np.arange(length)
+        if self.same_end:
+            places[-1] = self.tokens - 1
+        owners = None if self.owners is None else self.owners[:, places]
+        documents = self.documents if owners is None else _mode(owners)
+        return replace(self, inputs=self.inputs[:, torch.from_numpy(places)], documents=documents, owners=owners)
+
     @property
     def is_states(self) -> bool:
         """Whether the sequences are float states instead of token ids."""
         return self.inputs.is_floating_point()
+
+
+def halves(corpus: Corpus) -> np.ndarray:
+    """Which sequences choose, or are fitted on, bool `[sequences]`; the others score. A document is in one half alone.
+
+    The longest documents are dealt out first, each to the half that has less; of one document, or where none is known,
+    every second sequence.
+    """
+    owners = np.arange(corpus.sequences) if corpus.documents is None else corpus.documents
+    names, counts = np.unique(owners, return_counts=True)
+    if len(names) < 2:
+        owners = names = np.arange(corpus.sequences)
+        counts = np.ones(corpus.sequences, dtype=np.int64)
+    taken, sizes = [], [0, 0]
+    for place in np.argsort(-counts, kind="stable"):
+        half = int(sizes[1] < sizes[0])
+        sizes[half] += int(counts[place])
+        taken += [names[place]] if half == 0 else []
+    return np.isin(owners, taken)
 
 
 def read(
@@ -139,7 +176,8 @@ def read(
             kept, notes = cut(array, tokens, seq_len, max_positions, name)
         inputs = checked(kept, vocab_size, name, "give ids of this model's own tokenizer")
         refuse_padding(inputs, tokenizer, name)
-        return Corpus(inputs, None, name, sha256_of(inputs), "Taken as they are: nothing was put in front.", notes)
+        said, stream = "Taken as they are: nothing was put in front.", name.endswith(".bin")
+        return Corpus(inputs, None, name, sha256_of(inputs), said, notes, cuttable=stream)
 
     if tokenizer is None:
         raise CorpusError(
@@ -159,7 +197,8 @@ def read(
             f"Asked for sequences of {seq_len:,} tokens, and for {tokens:,} tokens in all: one sequence of those.",
         )
     ids = checked(packed, vocab_size, name, "the tokenizer does not belong to this model: pass --tokenizer")
-    return Corpus(ids, owners, name, found, sentence, notes)
+    held = None if owners is None else _mode(owners)
+    return Corpus(ids, held, name, found, sentence, notes, owners, cuttable=True)
 
 
 def _default_length(seq_len: int, tokens: int, max_positions: int | None) -> int:
@@ -172,7 +211,7 @@ def _default_length(seq_len: int, tokens: int, max_positions: int | None) -> int
 def _pack(
     texts: Iterable[Document], tokenizer: Any, length: int, count: int, bos: str, name: str
 ) -> tuple[np.ndarray, np.ndarray | None, str, str]:
-    """Ids `[sequences, length]`, each sequence's document, the hash of the text, the sentence on special tokens."""
+    """Ids and their documents `[sequences, length]`, the hash of the text, the sentence on special tokens."""
     ids: list[int] = []
     owners: list[int] = []
     digest = hashlib.sha256()
@@ -199,16 +238,17 @@ def _pack(
     body = min(len(ids), body)
     count = len(ids) // body
     rows = np.array(ids[: count * body], dtype=np.int64).reshape(count, body)
-    held = np.array(owners[: count * body], dtype=np.int64).reshape(count, body)
+    held = np.array(owners[: count * body], dtype=np.int32).reshape(count, body)
     ends = [np.tile(np.array(part, dtype=np.int64), (count, 1)) for part in (front, back)]
     several = len(np.unique(held)) > 1
-    return np.hstack([ends[0], rows, ends[1]]), _mode(held) if several else None, digest.hexdigest(), sentence
+    held = np.pad(held, ((0, 0), (len(front), len(back))), constant_values=-1)
+    return np.hstack([ends[0], rows, ends[1]]), held if several else None, digest.hexdigest(), sentence
 
 
 def _mode(held: np.ndarray) -> np.ndarray:
-    """The most frequent value of each row."""
-    counted = (np.unique(row, return_counts=True) for row in held)
-    return np.array([values[counts.argmax()] for values, counts in counted], dtype=np.int64)
+    """The document that holds most tokens of each row, -1 where none of them is a document's."""
+    counted = (np.unique(row[row >= 0], return_counts=True) for row in held)
+    return np.array([values[counts.argmax()] if len(values) else -1 for values, counts in counted], dtype=np.int64)
 
 
 def _encode(document: Document, tokenizer: Any, need: int) -> tuple[str, list[int]]:

@@ -64,6 +64,7 @@ class Criterion:
         seeds: fewest training seeds of each model, over which the interval then is.
         state: `trained`, `fresh` for random initialisations, or `any`.
         equal_tokens: whether the models of a pair must have seen as many tokens.
+        part: of the report that the number is in, which says over how many documents or sequences its interval is.
     """
 
     claim: str
@@ -77,6 +78,7 @@ class Criterion:
     seeds: int = 1
     state: Literal["trained", "fresh", "any"] = "trained"
     equal_tokens: bool = False
+    part: Literal["corpus", "merging", "gradients", "deep"] = "corpus"
 
 
 # The claims, in the order of the notes
@@ -129,7 +131,7 @@ def _depths() -> Sequence[Criterion]:
             f"{name} of {unit}s, less that of the random twin and over N, is lower in pre-LN by more than {MARGIN:g}, "
             "at equal L and tokens, over seeds",
             _NOTE + "Csordás et al. 2025 and Hu et al. 2025 for how depth is estimated",
-            -math.inf, -MARGIN, depth_excess(name, unit), of="pair", seeds=2, equal_tokens=True,
+            -math.inf, -MARGIN, depth_excess(name, unit), of="pair", seeds=2, equal_tokens=True, part="deep",
         )
         for unit in ("block", "sublayer") for name in names
     ]  # fmt: skip
@@ -140,26 +142,26 @@ CRITERIA: tuple[Criterion, ...] = (
         "G1",
         "gradients fall: the median token's is smaller at x_1 than at x_L by more than 10 %",
         _XIONG,
-        0.0, LESS, gradient_ratio, ("post",), state="fresh",
+        -math.inf, LESS, gradient_ratio, ("post",), state="fresh", part="gradients",
     ),
     Criterion(
         "G1",
         "weights' gradients fall: the MLP's second matrix's is smaller in the first block than in the last by more "
         "than 10 %",
         _XIONG,
-        0.0, LESS, weight_ratio, ("post",), state="fresh",
+        -math.inf, LESS, weight_ratio, ("post",), state="fresh", part="gradients",
     ),
     Criterion(
         "G2",
         "gradients are flat: the median token's is the same at x_1 and x_L within 10 %",
         _XIONG,
-        LESS, MORE, gradient_ratio, ("pre",), state="fresh",
+        LESS, MORE, gradient_ratio, ("pre",), state="fresh", part="gradients",
     ),
     Criterion(
         "G2",
         "weights' gradients are flat: the MLP's second matrix's is the same in first and last block within 10 %",
         _XIONG,
-        LESS, MORE, weight_ratio, ("pre",), state="fresh",
+        LESS, MORE, weight_ratio, ("pre",), state="fresh", part="gradients",
     ),
     Criterion(
         "R1",
@@ -185,14 +187,14 @@ CRITERIA: tuple[Criterion, ...] = (
         "R2",
         "‖Δ‖/‖x‖ falls: its median is smaller in the last third of the blocks than in the first by more than 10 %",
         _NOTE + "1/√t or 1/t",
-        0.0, LESS, late_over_early("update_ratio"), _ADDS,
+        -math.inf, LESS, late_over_early("update_ratio"), _ADDS,
     ),
     Criterion(
         "R2",
         "1 − cos(x_l, x_{l+1}) falls: its median is smaller in the last third of the blocks than in the first by more"
         " than 10 %",
         _NOTE + "Men et al. 2024 for the measure",
-        0.0, LESS, late_over_early("block_influence"), _ADDS,
+        -math.inf, LESS, late_over_early("block_influence"), _ADDS,
     ),
     Criterion(
         "M1",
@@ -205,38 +207,38 @@ CRITERIA: tuple[Criterion, ...] = (
         "interaction error falls: its median is smaller in the last third of the blocks than in the first by more "
         "than 10 %",
         _NOTE + "1/√t",
-        0.0, LESS, late_over_early("interaction_error"), _ADDS,
+        -math.inf, LESS, late_over_early("interaction_error"), _ADDS,
     ),
     Criterion(
         "M1",
         "interaction error is below its control: in the last third of the blocks, smaller by more than 10 % than that"
         " of a foreign update of equal size and angle",
         "a control: a small update may be hidden without a trace whoever wrote it",
-        0.0, LESS, late("interaction_error", "interaction_error_control"), _ADDS,
+        -math.inf, LESS, late("interaction_error", "interaction_error_control"), _ADDS,
     ),
     Criterion(
         "M2",
         "ρ = cost(merge l, l+1) / cost(skip l) is below 1 by more than 10 %, in the median over l",
         _NOTE + "hiding an update from one reader must cost less than from all",
-        0.0, LESS, rho("median"), ("pre",),
+        -math.inf, LESS, rho("median"), ("pre",), part="merging",
     ),
     Criterion(
         "M2",
         "ρ falls with depth in pre-LN, by more than 10 % over all of it (slope of log ρ below −log 1.1)",
         _NOTE + "“for large t”",
-        -math.inf, -math.log(MORE), rho_slope, ("pre",),
+        -math.inf, -math.log(MORE), rho_slope, ("pre",), part="merging",
     ),
     Criterion(
         "M2",
         "ρ does not fall with depth in post-LN, by 10 % or more over all of it, merged in the cheapest way",
         _NOTE + "the claim is of pre-LN alone",
-        -math.log(MORE), math.inf, rho_slope, ("post",),
+        -math.log(MORE), math.inf, rho_slope, ("post",), part="merging",
     ),
     Criterion(
         "M2",
         "ρ falls faster in pre-LN: the slope of its log over depth is lower than in post-LN by more than log 1.1",
         _NOTE + "the claim is of pre-LN alone",
-        -math.inf, -math.log(MORE), rho_slope, of="pair",
+        -math.inf, -math.log(MORE), rho_slope, of="pair", part="merging",
     ),
     Criterion(
         "D2",

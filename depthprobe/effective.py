@@ -10,26 +10,28 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
-import torch
 from torch import nn
 
 from depthprobe.checkpoint import Checkpoint
 from depthprobe.controls import TWINS, Held, draws_of, run_controls
 from depthprobe.corpus import Corpus
-from depthprobe.depth.base import COLUMNS, DepthSettings, resampler, units_of
+from depthprobe.depth.base import COLUMNS, QUICK_LEN, SEQ_LEN, SPREAD, DepthSettings, resampler, shortened, units_of
 from depthprobe.depth.finished import Finished
 from depthprobe.depth.gate import CONTROLS, judge, static_gate
 from depthprobe.depth.phases import phases
 from depthprobe.depth.suite import ESTIMATORS, Ran, chosen, run_estimators, weight
 from depthprobe.errors import DepthprobeError, UsageError
 from depthprobe.estimate import Interval, plain_table
-from depthprobe.offload import refuse_offloaded
+from depthprobe.offload import allowed, refuse_offloaded
 from depthprobe.prepare import prepare
 from depthprobe.report import Report
 from depthprobe.report.words import FEW
 from depthprobe.verify import Anatomy
 
 __all__ = [
+    "QUICK_LEN",
+    "SEQ_LEN",
+    "SPREAD",
     "Effective",
     "Plan",
     "effective_cost",
@@ -44,9 +46,6 @@ __all__ = [
 
 Progress = Callable[[int, int], None]
 PARTS = 1000  # of a run, for the progress
-SEQ_LEN = 128  # more and shorter sequences than elsewhere, since the interval is over them
-QUICK_LEN = 32  # the same of the few tokens that `analyze` has for it
-SPREAD = 4  # the text that sequences are taken from is so much longer, so that they are of more documents
 
 
 @dataclass(frozen=True)
@@ -147,8 +146,9 @@ def effective_depth(
         estimators: some of `depth.suite.ESTIMATORS`; all of them by default.
         controls: `random-init`, `random-tokens`, both or none.
         twins: how many draws of random weights.
-        tokens: how many tokens to estimate on, in sequences that are spread over four times as much text.
-        seq_len: tokens of a sequence; 128 unless the model takes fewer.
+        tokens: how many tokens to estimate on, in sequences that are spread over four times as much text; more where
+            ids or states were given as long sequences, see `shortened`.
+        seq_len: tokens of a sequence; of text 128 unless the model takes fewer.
         batch_size: sequences at once, None for what fits.
         seed: of every random draw, and of the first twin.
         skip_first: leading positions that averages over the stream's tokens leave out.
@@ -163,10 +163,11 @@ def effective_depth(
     plan.check()
     settings = DepthSettings(seed=seed, skip_first=skip_first, batch_size=batch_size)
     settings.check()
-    _, corpus, anatomy = prepare(
+    checkpoint, corpus, anatomy = prepare(
         model, data, tokens=SPREAD * tokens, seq_len=seq_len, seed=seed, bos=bos, text_field=text_field,
         usual_len=SEQ_LEN, **loading,
     )  # fmt: skip
+    settings = replace(settings, memory=allowed(settings.memory, checkpoint.offload))
     return run_effective(anatomy, shortened(corpus, tokens, seq_len or SEQ_LEN), plan, settings, progress)
 
 
@@ -207,9 +208,15 @@ def joined(report: Report, found: Effective) -> Report:
         pairs = pd.concat([pairs, found.pairs], ignore_index=True)
     details = found.details
     if details["sha256"] != report.corpus["sha256"]:
-        other = f"Effective depth was estimated on {details['corpus']}, all else on {report.corpus['name']}."
+        other = f"Effective depth was estimated on {_place(report, details['corpus'])}."
         details = {**details, "notes": [*details["notes"], other]}
     return replace(report, depth=found.table, deep=details, pairs=pairs)
+
+
+def _place(report: Report, name: str) -> str:
+    """Where something was measured that was not measured where the rest of the report was."""
+    rest = report.corpus["name"]
+    return f"{name if name != rest else 'another part of the text'}, all else on {rest}"
 
 
 def with_effective(
@@ -217,7 +224,10 @@ def with_effective(
 ) -> Report:
     """What `analyze` does: the report with the estimates of `quick`, or with a note on why this model has none."""
     try:
-        return joined(report, run_effective(anatomy, corpus, quick(len(anatomy.stream)), settings, progress))
+        found = run_effective(anatomy, corpus, quick(len(anatomy.stream)), settings, progress)
+        if (whole := report.corpus["tokens"]) > corpus.tokens:
+            found.details["notes"].append(f"Depth was estimated on the first {corpus.tokens:,} of {whole:,} tokens.")
+        return joined(report, found)
     except DepthprobeError as error:
         return replace(report, notes=[*report.notes, f"Effective depth was left out: {error}."])
 
@@ -229,7 +239,10 @@ def with_phases(
     said = "Phases of computation were left out: "
     notes = [note for note in report.notes if not note.startswith(said)]  # of an earlier run into the same report
     try:
-        return replace(report, phases=phases(anatomy, corpus, settings, progress).plain(), notes=notes)
+        found = phases(anatomy, corpus, settings, progress).plain()
+        if corpus.sha256 != report.corpus["sha256"]:
+            found["notes"] = [*found.get("notes", []), f"Looked for on {_place(report, corpus.name)}."]
+        return replace(report, phases=found, notes=notes)
     except DepthprobeError as error:
         return replace(report, phases={}, notes=[*notes, f"{said}{error}."])
 
@@ -247,14 +260,6 @@ def quick(blocks: int) -> Plan:
         if (able & set(made.metrics) or key in ("crossing", "lens")) and made.weight(blocks) <= max(3 * blocks, 100)
     ]
     return Plan(tuple(names))
-
-
-def shortened(corpus: Corpus, tokens: int, seq_len: int = SEQ_LEN) -> Corpus:
-    """The first `seq_len` tokens of evenly spread sequences, about `tokens` in all; an encoder's last one stays."""
-    inputs = corpus.inputs[:, :seq_len]
-    if corpus.same_end:
-        inputs = torch.cat([inputs[:, :-1], corpus.inputs[:, -1:]], dim=1)
-    return replace(corpus, inputs=inputs).spread(tokens)
 
 
 def effective_cost(corpus: Corpus, plan: Plan, units: int) -> str:
@@ -288,7 +293,7 @@ def _effective(
                 name: found if isinstance(found, str) else _interval(found.get((d.name, d.variant)))
                 for name, found in controls.items()
             }
-            verdict = judge(d.name, d.variant, Interval(d.value, d.ci_low, d.ci_high), held, clusters)
+            verdict = judge(d.name, d.variant, Interval(d.value, d.ci_low, d.ci_high), held, d.clusters or clusters)
             gate.append({"name": d.name, "variant": d.variant, "passed": verdict.passed, "reason": verdict.reason})
             note = "; ".join(filter(None, (d.note, "" if verdict.passed else f"gate: {verdict.reason}")))
             rows.append((d.name, d.unit, d.variant, d.value, d.ci_low, d.ci_high, d.of, verdict.passed, note))
@@ -313,14 +318,9 @@ def _effective(
             for d in found.values()
         ],
         "curves": curves,
-        "sequences": corpus.sequences,
-        "tokens": corpus.tokens,
-        "corpus": corpus.name,
-        "sha256": corpus.sha256,
-        "skip_first": settings.skip_first,
-        "seconds": seconds,
-        "notes": notes,
-    }
+        "sequences": corpus.sequences, "clusters": clusters, "tokens": corpus.tokens, "corpus": corpus.name,
+        "sha256": corpus.sha256, "skip_first": settings.skip_first, "seconds": seconds, "notes": notes,
+    }  # fmt: skip
     return Effective(pd.DataFrame(rows, columns=list(COLUMNS)), details, pairs)
 
 

@@ -19,6 +19,7 @@ from depthprobe.report.ablation_tables import cost_metric, headline_merge, serie
 __all__ = [
     "FITS",
     "Measure",
+    "clusters",
     "depth_excess",
     "gradient_ratio",
     "growth",
@@ -41,6 +42,15 @@ def placement(report: Report) -> str:
     summary = str(report.anatomy.get("summary") or "")
     word = summary.split(",")[0].split(" ")[0]
     return word if word in ("pre", "post", "branch", "sandwich", "none") else ""
+
+
+def clusters(report: Report, part: str) -> tuple[int, str]:
+    """Over how many documents or sequences the intervals of a part of the report are, and which of the two."""
+    texts, here = report.corpus.get("documents") or 0, getattr(report, part)
+    documents, sequences = texts > 1, int(here.get("sequences") or report.corpus["sequences"])
+    # Reports that were made before parts said so: documents, but no more than the part has sequences.
+    count = here.get("clusters") or (min(texts, sequences) if documents else sequences)
+    return int(count), "documents" if documents and int(count) <= texts else "sequences"
 
 
 def growth(name: str, fits: str | None = None) -> Measure:

@@ -11,6 +11,7 @@ import torch
 from depthprobe.checkpoint import Checkpoint, move
 from depthprobe.errors import CheckpointError, UsageError
 from depthprobe.formats import first_line, undisturbed
+from depthprobe.placement import size_in_words
 
 __all__ = ["fresh_twin"]
 
@@ -37,6 +38,7 @@ def fresh_twin(checkpoint: Checkpoint, seed: int, dtype: torch.dtype = torch.flo
             "a model of transformers",
             "initialise it yourself and pass the module from Python",
         )
+    _check_room(checkpoint)
     before = torch.get_rng_state()
     try:
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach the generators of GPUs too
@@ -55,3 +57,19 @@ def fresh_twin(checkpoint: Checkpoint, seed: int, dtype: torch.dtype = torch.flo
     note = f"a random initialisation of the configuration of {checkpoint.source}, seed {seed}"
     # its weights are all in memory, whatever was done with those of the checkpoint
     return replace(checkpoint, model=twin, name=f"{checkpoint.name}-fresh", notes=(note,), offload=None)
+
+
+def _check_room(checkpoint: Checkpoint) -> None:
+    """Whether a second model may stand beside the first one.
+
+    Raises:
+        UsageError: a limit of the process leaves too little.
+    """
+    offload = checkpoint.offload
+    size = 4 * sum(parameter.numel() for parameter in checkpoint.model.parameters())  # it is made in float32
+    if offload is not None and size > offload.room:
+        raise UsageError(
+            f"a random twin takes {size_in_words(size)} beside the model, and --max-memory leaves "
+            f"{size_in_words(offload.room)}",
+            "room for both",
+        )

@@ -247,7 +247,7 @@ _ALL = (
     Metric(
         "weight_gradient_norm_pooled",
         "size of the mean loss's gradient by a weight",
-        "‖Σ_s ∂ℓ_s/∂W‖_F / n over n sequences; its interval is a jackknife over groups of them",
+        "‖Σ_s ∂ℓ_s/∂W‖_F / n over n sequences; its interval is a jackknife over groups, a document in one alone",
         "What a batch of all sequences would give, the paper's expected gradient as n grows. weight_gradient_norm over "
         "√n: the sequences share no direction, and this falls with n.",
         "Xiong et al. 2020, fig. 3",
@@ -256,7 +256,7 @@ _ALL = (
         "angular_distance",
         "angle between two states",
         "arccos(cos(x_i, x_j)) / π",
-        "0: the same direction; 0.5: orthogonal. A dark block off the diagonal could be dropped as one.",
+        "0: the same direction; 0.5: orthogonal. What a dark block off the diagonal costs is to be measured.",
         "Gromov et al. 2024",
         "pairs",
     ),

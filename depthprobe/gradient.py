@@ -21,10 +21,10 @@ from depthprobe.errors import DepthprobeError, UsageError
 from depthprobe.estimate import Interval, PerSequence, Resampler
 from depthprobe.fresh import fresh_twin
 from depthprobe.glossary import METRICS
-from depthprobe.offload import refuse_offloaded
+from depthprobe.offload import allowed, refuse_offloaded
 from depthprobe.prepare import prepare
 from depthprobe.probes.gradients import Cotangent, StateNorms, backpropagate, differentiable, graph_bytes
-from depthprobe.probes.weights import POOLED, Key, Weights, groups_that_fit
+from depthprobe.probes.weights import POOLED, Key, Weights, groups_that_fit, sequence_groups
 from depthprobe.processes import dealt, paced
 from depthprobe.report import Report
 from depthprobe.verify import Anatomy
@@ -174,17 +174,19 @@ def run_gradients(
     weighed = settings.weights and "loss" in cotangents.names
     pooled: list[dict[Key, Interval]] = []
     dtype, progress = anatomy.stream.checkpoint.dtype, paced(progress)
+    memory = allowed(settings.memory, anatomy.stream.checkpoint.offload)
     for place in range(models):
         if settings.fresh:
             _, _, anatomy = prepare(fresh_twin(anatomy.stream.checkpoint, settings.seed + place), corpus)
         model, offset = anatomy.stream.checkpoint.model, place * count
-        groups = groups_that_fit(model, count, settings.memory)
+        groups = groups_that_fit(model, count, memory)
         groups = min(groups, 1) if models > 1 else groups  # the interval is over models then
+        group_of = sequence_groups(count, groups, corpus.documents)
         weights = None
         norms = StateNorms(means, settings.skip_first, anatomy.objective == "causal", offset)
         with dealt(count, losses[offset : offset + count]) as mine, differentiable(model):
-            weights = Weights(anatomy.stream, means, groups, offset, mine.start) if weighed else None
-            keep = graph_bytes(anatomy.stream, _inputs(anatomy, corpus, 0)) <= settings.memory
+            weights = Weights(anatomy.stream, means, group_of, offset, mine.start) if weighed else None
+            keep = graph_bytes(anatomy.stream, _inputs(anatomy, corpus, 0)) <= memory
             for row in mine:
                 losses[offset + row] = _one(anatomy, corpus, row, cotangents, norms, weights, keep)
                 if progress is not None:
@@ -207,6 +209,7 @@ def run_gradients(
         "bottom": min(1, len(anatomy.stream) - 1),
         "fresh": [settings.seed + place for place in range(settings.fresh)],
         "sequences": count,
+        "clusters": resampler.clusters,
         "tokens": corpus.tokens,
         "corpus": corpus.name,
         "sha256": corpus.sha256,
@@ -223,7 +226,9 @@ def joined(report: Report, found: Gradients) -> Report:
     layers = report.layers[~report.layers["metric"].isin(mine)]
     summary = found.summary
     if summary["sha256"] != report.corpus["sha256"]:
-        other = f"Gradients were taken on {summary['corpus']}, all else was measured on {report.corpus['name']}."
+        here, there = summary["corpus"], report.corpus["name"]
+        where = here if here != there else "another part of the text"
+        other = f"Gradients were taken on {where}, all else was measured on {there}."
         summary = {**summary, "notes": [*summary["notes"], other]}
     return replace(report, layers=pd.concat([layers, found.table], ignore_index=True), gradients=summary)
 

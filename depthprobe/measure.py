@@ -28,7 +28,7 @@ from depthprobe.probes.interaction import Interaction
 from depthprobe.probes.kept import Pooled, analyze_kept, rounding_floors
 from depthprobe.probes.lens import Lens
 from depthprobe.probes.similarity import KeptStates, Similarity
-from depthprobe.processes import batches_in_all, dealt, exchange, paced
+from depthprobe.processes import batches_in_all, dealt, exchange, paced, together
 from depthprobe.stream import Stream
 from depthprobe.verify import Anatomy
 
@@ -121,11 +121,7 @@ def measure(anatomy: Anatomy, corpus: Corpus, settings: Settings, progress: Prog
         NonFiniteError: an activation is not finite.
         UsageError: nothing is left once the first positions are skipped.
     """
-    if corpus.tokens <= settings.skip_first:
-        raise UsageError(
-            f"--skip-first {settings.skip_first} leaves nothing of sequences of {corpus.tokens} tokens",
-            fix="skip fewer positions, or use longer sequences",
-        )
+    together(lambda: _check_length(corpus, settings))
     stream, count = anatomy.stream, corpus.sequences
     width = stream.blocks.width
     means = PerSequence(count)
@@ -196,6 +192,14 @@ def measure(anatomy: Anatomy, corpus: Corpus, settings: Settings, progress: Prog
         notes + left_out,
         _fetched(stream, before, len(chunks), len(batches), settings.interaction, 1 + reads),
     )
+
+
+def _check_length(corpus: Corpus, settings: Settings) -> None:
+    if corpus.tokens <= settings.skip_first:
+        raise UsageError(
+            f"--skip-first {settings.skip_first} leaves nothing of sequences of {corpus.tokens} tokens",
+            fix="skip fewer positions, or use longer sequences",
+        )
 
 
 class _Run:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from depthprobe.errors import UsageError
 
-__all__ = ["MEMORY", "Fetched", "Offload", "OnDisk", "Window", "refuse_offloaded"]
+__all__ = ["MEMORY", "Fetched", "Offload", "OnDisk", "Window", "allowed", "refuse_offloaded"]
 
 MEMORY = 2 << 30  # bytes for states and activations where nobody says how many there are
 
@@ -225,6 +225,11 @@ class OnDisk:
 
     def __iter__(self) -> Iterator[Tensor]:
         return (self[index] for index in range(len(self)))
+
+
+def allowed(memory: int, offload: Offload | None) -> int:
+    """Bytes that states and graphs may take: what was asked for, or a quarter of what a limit of the process leaves."""
+    return memory if offload is None else min(memory, offload.room // 4)
 
 
 def refuse_offloaded(offload: Offload | None, what: str) -> None:

@@ -124,6 +124,8 @@ class Placing:
         sums = min(SUMS * width**2 - 2 * largest, rest - LEAST)
         room = max(rest // 2, rest - total, sums)
         limits = {**self.max_memory, main: rest - room + largest}
+        for gpu in limits.keys() - {main, "cpu", "disk"}:  # states pass through every GPU
+            limits[gpu] = max(0, limits[gpu] - min(room, limits[gpu] // 2))
         if "cpu" in limits and main != "cpu":
             limits["cpu"] = max(0, limits["cpu"] - _taken("cpu"))
         return {**asked, "max_memory": limits}, room
@@ -167,6 +169,7 @@ def device_named(name: str | torch.device) -> torch.device:
         raise UsageError(f"device {str(name)!r}", "auto, cpu, cuda, cuda:N or mps") from error
     if cuda and device.type == "cuda" and device.index is None and announced()[1] > 1:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(device)  # kernels that ask for the current one, as Triton's do
     there = {"cpu": 1, "cuda": torch.cuda.device_count() if cuda else 0, "mps": int(mps)}
     if (device.index or 0) >= there.get(device.type, 0):
         raise UsageError(f"device {str(name)!r} is not on this machine", "auto or cpu", "torch sees no such GPU")

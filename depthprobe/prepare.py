@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from torch import nn
 
 from depthprobe.checkpoint import Checkpoint, load
 from depthprobe.corpus import DEFAULT_SEQ_LEN, Corpus, read
-from depthprobe.errors import CheckpointError, CorpusError
+from depthprobe.errors import CheckpointError, CorpusError, VerificationError
 from depthprobe.fingerprint import sampled
 from depthprobe.processes import collected, count, together, told
 from depthprobe.verify import Anatomy, open_stream
@@ -66,11 +68,13 @@ def prepare(
     corpus = told(text)
     dtype = checkpoint.dtype if corpus.is_states else torch.int64
     anatomy = together(lambda: open_stream(checkpoint, corpus.inputs[:4].to(checkpoint.device, dtype)))
+    if count() > 1:
+        together(lambda: _check_alike(anatomy))
     return checkpoint, corpus, anatomy
 
 
 def _check_same(checkpoint: Checkpoint) -> None:
-    """Whether all processes have opened the same weights.
+    """Whether all processes have opened the same weights, in the same way.
 
     Raises:
         CheckpointError: they have not.
@@ -79,3 +83,23 @@ def _check_same(checkpoint: Checkpoint) -> None:
         raise CheckpointError(
             "the processes hold different weights", "the same checkpoint in each", "look at its copies on each machine"
         )
+    mine = {"kind of device": checkpoint.device.type, "dtype": str(checkpoint.dtype), "torch": torch.__version__,
+            "transformers": transformers.__version__, "depthprobe": metadata.version("depthprobe")}  # fmt: skip
+    every = collected(mine)
+    for name in mine:
+        if len(found := {one[name] for one in every}) > 1:
+            raise CheckpointError(
+                f"the processes have {', '.join(sorted(found))} as their {name}", "the same in each",
+                "give --device and --dtype, and the same environment on each machine",
+            )  # fmt: skip
+
+
+def _check_alike(anatomy: Anatomy) -> None:
+    """Whether all processes found the same branches: rounding differs from machine to machine.
+
+    Raises:
+        VerificationError: they did not.
+    """
+    if any(blocks != anatomy.blocks for blocks in collected(anatomy.blocks)):
+        raise VerificationError("the processes found different branches in the model", "the same in each",
+                                "run it on machines of one kind, or with --dtype float32")  # fmt: skip

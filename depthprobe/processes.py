@@ -46,7 +46,9 @@ __all__ = [
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
 _MEETING = timedelta(minutes=5)  # for the others to come
-_PATIENCE = timedelta(days=7)  # for others that have more to do; one that has died is noticed at once
+# For others that have more to do. A process that has died is noticed at once; a machine that is gone without closing
+# its connections is not.
+_PATIENCE = timedelta(days=7)
 _rank, _count = 0, 1
 _group: Any = None
 
@@ -189,7 +191,7 @@ def first() -> bool:
 def dealt(sequences: int, *arrays: np.ndarray) -> Iterator[range]:
     """The sequences of this process; at the end all processes have what each has put into the arrays.
 
-    An error of depthprobe's in one process is raised in all of them.
+    An error in one process is raised in all of them.
 
     Args:
         sequences: how many there are, dealt in order and as evenly as may be: the first process has one if any has.
@@ -199,13 +201,13 @@ def dealt(sequences: int, *arrays: np.ndarray) -> Iterator[range]:
     if _count == 1:
         yield mine
         return
-    found: list[np.ndarray] | DepthprobeError
+    found: list[np.ndarray] | Exception
     try:
         yield mine
         found = [array[mine.start : mine.stop] for array in arrays]
-    except DepthprobeError as error:
+    except Exception as error:
         found = error
-    for other, theirs in enumerate(_raised(_gather(found), found)):
+    for other, theirs in enumerate(_raised(_gather(_sent(found)), found)):
         rows = _share(sequences, other)
         for array, part in zip(arrays, theirs, strict=True):
             array[rows.start : rows.stop] = part
@@ -261,28 +263,28 @@ def told(work: Callable[[], T]) -> T:
         return work()
     import torch.distributed as dist
 
-    found: list[T | DepthprobeError | None] = [None]
+    mine: T | Exception | None = None
     if _rank == 0:
         try:
-            found = [work()]
-        except DepthprobeError as error:
-            found = [error]
-    mine = found[0]
+            mine = work()
+        except Exception as error:
+            mine = error
+    found: list[Any] = [_sent(mine)]
     with _noticed():
         dist.broadcast_object_list(found, src=0, group=_group)
     return _raised(found, mine)[0]
 
 
 def together(work: Callable[[], T]) -> T:
-    """What this process finds; an error of depthprobe's in one process is raised in all of them."""
+    """What this process finds; an error in one process is raised in all of them."""
     if _count == 1:
         return work()
-    error: DepthprobeError | None = None
+    error: Exception | None = None
     try:
         found = work()
-    except DepthprobeError as caught:
+    except Exception as caught:
         error = caught
-    _raised(_gather(error), error)
+    _raised(_gather(_sent(error)), error)
     return found
 
 
@@ -308,11 +310,18 @@ def _gather(value: Any) -> list[Any]:
     return found
 
 
+def _sent(value: Any) -> Any:
+    """What the others are given: the value itself, or an error that is known to them and can be sent."""
+    if not isinstance(value, Exception) or isinstance(value, DepthprobeError):
+        return value
+    return DepthprobeError(f"another process of this run failed with {type(value).__name__}: {_line(value)}")
+
+
 def _raised(found: list[Any], mine: Any) -> list[Any]:
     """The same, unless one of them is an error: this process's own, with where it comes from, or the first one."""
-    errors = [value for value in (mine, *found) if isinstance(value, DepthprobeError)]
+    errors = [value for value in (mine, *found) if isinstance(value, Exception)]
     if errors:
-        errors[0].everywhere = True
+        errors[0].everywhere = True  # type: ignore[attr-defined]
         raise errors[0]
     return found
 

@@ -54,8 +54,18 @@ class Branch:
     def skip(self, block: nn.Module, state: Tensor) -> Tensor:
         """s, what the branch is added to, from the state that was read."""
         if self.gain is not None:
-            state = block.get_submodule(self.gain)(state)
+            state = _called(block, self.gain, state)
         return state if self.skip_scale == 1.0 else state * self.skip_scale
+
+    def normed(self, block: nn.Module, total: Tensor) -> Tensor:
+        """What the branch writes, from the sum: through the norm after it, if there is one."""
+        return total if self.norm is None else _called(block, self.norm, total)
+
+
+def _called(block: nn.Module, name: str, state: Tensor) -> Tensor:
+    """A module inside a block on a state, which stays where it is: accelerate may have put the block elsewhere."""
+    found: Tensor = block.get_submodule(name)(state)
+    return found.to(state.device)
 
 
 @dataclass(frozen=True)

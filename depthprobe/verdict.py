@@ -11,8 +11,9 @@ import pandas as pd
 
 from depthprobe.contrast import difference, over_seeds, paired, same_seeds, smallest_effect, unpaired
 from depthprobe.criteria import CLAIMS, CRITERIA, INITIALISATIONS, Claim, Criterion
+from depthprobe.depth.gate import FEWEST
 from depthprobe.estimate import Interval
-from depthprobe.evidence import placement
+from depthprobe.evidence import clusters, placement
 from depthprobe.report import Report
 from depthprobe.report.compare_schema import VERDICT_COLUMNS
 from depthprobe.report.tables import number
@@ -112,12 +113,11 @@ def _one(criterion: Criterion, case: Case) -> _Row:
     if isinstance(values, str):
         return _Row(case.name, criterion, CANNOT, values)
     if len(values) == 1:
-        report = case.reports[0]
-        seeds = len(report.gradients.get("fresh") or []) if criterion.state == "fresh" else 0
-        documents = report.corpus.get("documents")
-        clusters = f"{documents} documents" if documents else "sequences"
-        over = f"over {seeds} initialisations" if seeds else f"over the {clusters} of one model"
-        return _told(case.name, criterion, values[0], over)
+        seeds = len(case.reports[0].gradients.get("fresh") or []) if criterion.state == "fresh" else 0
+        if seeds:
+            return _told(case.name, criterion, values[0], f"over {seeds} initialisations")
+        count, what = clusters(case.reports[0], criterion.part)
+        return _told(case.name, criterion, values[0], f"over the {count} {what} of one model", few=count < FEWEST)
     shown = f"over {len(values)} seeds, which show effects from {smallest_effect(len(values)):.1f} SD on"
     return _told(case.name, criterion, over_seeds([each.value for each in values]), shown)
 
@@ -142,13 +142,23 @@ def _pair(criterion: Criterion, pre: Case, post: Case) -> _Row:
     if criterion.equal_tokens and (pre.tokens is None or pre.tokens != post.tokens):
         how = "unknown" if pre.tokens is None or post.tokens is None else "different"
         return _Row(name, criterion, CANNOT, f"the tokens that they were trained on are {how}")
+    reports = (*pre.reports, *post.reports)
+    costs = {str(rho.get("cost")) for report in reports if (rho := report.merging.get("rho"))}
+    if criterion.part == "merging" and len(costs) > 1:
+        return _Row(
+            name, criterion, CANNOT, f"the costs of changes are of different kinds ({', '.join(sorted(costs))})"
+        )
     numbers = [_numbers(criterion, case) for case in (pre, post)]
     for found in numbers:
         if isinstance(found, str):
             return _Row(name, criterion, CANNOT, found)
     first, second = (found for found in numbers if not isinstance(found, str))
     if len(first) == len(second) == 1:
-        return _told(name, criterion, difference(first[0], second[0]), "over the sequences of two models")
+        counts = [clusters(case.reports[0], criterion.part) for case in (pre, post)]
+        over = " and ".join(f"the {count} {what} of {case.name}"
+                            for (count, what), case in zip(counts, (pre, post), strict=True))  # fmt: skip
+        few = min(count for count, _ in counts) < FEWEST
+        return _told(name, criterion, difference(first[0], second[0]), f"over {over}", few)
     values, others = ([each.value for each in side] for side in (first, second))
     if (places := same_seeds(pre.seeds, post.seeds)) is not None:
         others = [others[place] for place in places]
@@ -183,7 +193,10 @@ def _numbers(criterion: Criterion, case: Case) -> list[Interval] | str:
     return found
 
 
-def _told(run: str, criterion: Criterion, interval: Interval, over: str) -> _Row:
+def _told(run: str, criterion: Criterion, interval: Interval, over: str, few: bool = False) -> _Row:
+    """The row of a criterion; `few` where the interval rests on so little that it decides nothing."""
+    if few and not math.isnan(interval.low):
+        return _Row(run, criterion, "undecided", f"{over}, of which {FEWEST} are the least", interval)
     said = judge(interval, criterion.low, criterion.high)
     region = _region(criterion)
     reasons = {

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel, GPT2Config
 
 from depthprobe import cli
 from depthprobe.ablations.table import COLUMNS
+from depthprobe.report import Report
 
 VOCAB = 96
 # Figures take most of a report's time, and other tests look at them: here one test draws them all the same.
@@ -360,6 +361,19 @@ class TestStopped:
         assert "Traceback" not in ended.stderr
         assert (out / ".chunks" / "00000002.npz").exists()
         assert not (out / "ablations.csv").exists()
+
+    def test_what_was_fetched_is_added_up(self, folder: Path, tmp_path: Path) -> None:
+        """Beside the ablations of a report, whose counts are kept."""
+        out = tmp_path / "report"
+        given = ["ablate", folder / "tiny", "--data", folder / "ids.npy", "--out", out]
+        place = ["--device-map", '{"": "disk"}']
+        found = []
+        for kind, more in (("skip", place), ("repeat", place), ("parallel", [])):
+            assert run(*given, "--kinds", kind, *more) == 0
+            found.append(Report.load(out).merging["fetched"])
+        assert found[1]["bytes"] > found[0]["bytes"]
+        assert found[1]["chunks"] == found[0]["chunks"] + 1
+        assert found[2] == found[1], "of a run in memory nothing was fetched"
 
     def test_resume_with_nothing_to_resume(self, folder: Path, analyzed: Path, tmp_path: Path) -> None:
         out = copied(analyzed, tmp_path / "report")

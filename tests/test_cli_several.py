@@ -159,7 +159,7 @@ def test_what_is_finished_is_not_measured_again(
         (["--seq-len", "8"], "seq_len: None, here 8"),
         (["--dtype", "bfloat16"], "dtype: float32, here bfloat16"),
         (["other.npy"], "sha256 of the text: "),
-        (["weights"], "fingerprint of the weights: "),
+        (["weights"], "fingerprint of the model: "),
         (["revision"], "revision: v1, here None"),
         (["damaged"], "is not JSON"),
     ],

@@ -341,6 +341,30 @@ def test_gradients_of_sequences_of_another_length_are_unfair() -> None:
     assert found.startswith("Gradients taken on different texts: ")
 
 
+def test_changed_models_on_another_text_are_unfair() -> None:
+    a, b = named(ablated(sample()), "a"), named(ablated(sample()), "b")
+    assert depthprobe.compare(a, b).warnings == []
+    other = replace(b, merging={**b.merging, "sha256": "ef" * 32, "corpus": "code.txt"})
+    (found,) = depthprobe.compare(a, other).warnings
+    assert found.startswith("Models changed on different texts: ")
+    assert "of code.txt" in found
+    assert ("loss", "model", "model") in parts(measures(b))
+    assert parts(measures(other))["loss", "model", "model"].value == 3.0, "of the report's own text"
+
+
+def test_rho_of_another_cost_is_left_out() -> None:
+    a, b = named(ablated(sample()), "a"), named(ablated(sample(post=True)), "b")
+    assert any(metric.startswith("rho") for metric in depthprobe.compare(a, b).differences["metric"])
+    rho = {**b.merging["rho"], "cost": "state_distance"}
+    found = depthprobe.compare(a, replace(b, merging={**b.merging, "rho": rho}))
+    assert any(
+        warning.startswith("Costs of changes of different kinds: KL (a); distance") for warning in found.warnings
+    )
+    assert not any(metric.startswith("rho") for metric in found.differences["metric"])
+    pairs = found.verdict[found.verdict["run"] == "a − b"]
+    assert not pairs["criterion"].str.contains("ρ falls faster").any()
+
+
 def test_a_fair_comparison_has_no_warning() -> None:
     assert depthprobe.compare(named(sample(), "a"), named(sample(post=True), "b")).warnings == []
 
@@ -547,6 +571,16 @@ def test_depth_estimates_stand_side_by_side() -> None:
     found = depthprobe.compare(named(report, "a"), named(report, "b"))
     assert row(found.table, run="a", metric="stages 3%")["n"] == 16
     assert row(found.differences, metric="stages 3%")["difference"] == 0
+    other = depthprobe.compare(
+        named(replace(report, depth=report.depth.assign(value=[6.0, 1.0])), "a"), named(report, "b")
+    )
+    (differences,) = difference_tables(other)
+    cells = {
+        cell["metric"]: cell for cell in differences["rows"] if cell["unit"] == "block" and cell["where"] == "model"
+    }
+    assert not cells["dependence"]["apart"], "a diagnostic"
+    assert cells["dependence"]["shown"].endswith("does not pass the gate")
+    assert "gate" not in cells["stages 3%"]["shown"]
     # on the first screen only what passes the gate, model by model
     shown = dict(scalars(found).rows)
     assert shown["depth: stages 3%, blocks"] == ("5.00 [4.50, 5.50]", "5.00 [4.50, 5.50]")

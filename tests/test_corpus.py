@@ -122,6 +122,22 @@ def test_an_encoders_short_sequences_end_as_its_long_ones(tmp_path):
     assert shortened(causal, 24, 6).inputs.equal(causal.inputs[:, :6])
 
 
+@pytest.mark.parametrize(
+    ("tokenizer", "words", "length"), [(byte_level(), ("a", "b"), 6), (bert(), ("fox ", "dog "), 8)]
+)
+def test_a_piece_of_a_sequence_is_of_the_document_that_it_is_taken_from(tokenizer, words, length):
+    """The first document ends within the first sequence, which is mostly of the second, but begins with the first."""
+    corpus = read([words[0] * 6, words[1] * 60], tokenizer, tokens=48, seq_len=24)
+    assert corpus.documents.tolist() == [1, 1]
+    assert corpus.cut(24).documents.tolist() == [1, 1]
+    short = corpus.cut(length)
+    assert short.documents.tolist() == [0, 1]
+    assert short.documents.dtype == np.int64
+    assert shortened(corpus, 48, length).documents.tolist() == [0, 1]
+    assert short.take(np.array([1])).cut(4).documents.tolist() == [1]
+    assert read([words[0] * 60], tokenizer, tokens=48, seq_len=24).cut(length).documents is None
+
+
 def test_ids_with_padding_are_refused():
     tokenizer = bert()
     tokenizer.pad_token = "[PAD]"
@@ -474,6 +490,7 @@ def test_a_stream_of_ids(tmp_path):
     np.arange(1000, dtype="<u2").tofile(path)
     whole = read(path, None, tokens=1000, seq_len=100)
     assert whole.inputs.flatten().tolist() == list(range(1000))
+    assert shortened(whole, 100, 10).inputs.tolist() == [list(range(k, k + 10)) for k in range(0, 1000, 100)]
     assert whole.notes == ()
     some = read(path, None, tokens=300, seq_len=100, seed=1)
     assert (some.inputs.diff() == 1).all()

@@ -189,6 +189,22 @@ class TestTable:
         with pytest.raises(UsageError, match="of unit block"):
             effects(opened(model, INPUTS), corpus_of(INPUTS), "sublayer", skips=found)
 
+    def test_runs_of_other_sequences_of_the_same_text_are_refused(self) -> None:
+        anatomy, corpus = opened(lab(), INPUTS), corpus_of(INPUTS)
+        one, other = corpus.take(slice(0, 3)), corpus.take(slice(3, 6))
+        found = run_skips(anatomy, one)
+        assert len(effects(anatomy, one, skips=found).curves["effects"]) > 0
+        with pytest.raises(UsageError, match="the same sequences"):
+            effects(anatomy, other, skips=found)
+
+    def test_the_first_positions_are_not_among_the_later_ones(self) -> None:
+        """All but the last position left out, the mean is that position's; the predictions count as before."""
+        one, many = skips(lab(), skip_first=15), skips(lab())
+        for kind in (ALL, LATER):
+            assert (one.changes[kind, "mean"] > 0).all()
+            np.testing.assert_allclose(one.changes[kind, "mean"], one.changes[kind, "p95"], rtol=1e-9)
+            np.testing.assert_array_equal(one.output[kind], many.output[kind])
+
     def test_scores_cannot_be_skipped_at_some_tokens(self) -> None:
         found = skips(lab(residual_attention=True))
         assert list(found.output) == [ALL]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 from depthprobe.ablations.schedule import parse
 from depthprobe.ablations.staging import find_stages
+from depthprobe.depth import finished
 from depthprobe.depth import stages as module
 from depthprobe.depth.base import DepthSettings, Estimate
 from depthprobe.depth.stages import stages
@@ -63,6 +66,14 @@ class TestBlocks:
             assert (row.value, row.ci_low, row.ci_high, row.of) == (interval.value, interval.low, interval.high, 3)
         assert list(found.curves["stages"]["stages"]) == [3, 2, 1, 0]
         assert found.cost_forward > 2
+
+    def test_the_interval_rests_on_the_documents_that_score(self) -> None:
+        """Document 0 chooses, 1 and 2 score; a run that goes on knows it, too."""
+        inputs = ids(8, 16)
+        corpus = replace(corpus_of(inputs), documents=np.array([0, 0, 1, 0, 1, 0, 2, 2]))
+        found = stages(opened(build("gpt2"), inputs), corpus)
+        assert {row.clusters for row in found.rows} == {2}
+        assert finished._estimate(finished._plain(found)).rows == found.rows
 
     def test_post_ln_names_how_units_were_combined(self) -> None:
         row = measure(lab(placement="post")).value("stages", "3%")

@@ -22,8 +22,18 @@ from depthprobe.depth.dependence import dependence
 from depthprobe.depth.gate import Verdict
 from depthprobe.depth.path_elasticity import path_elasticity
 from depthprobe.depth.suite import ESTIMATORS, chosen, run_estimators, weight
-from depthprobe.effective import Plan, effective_cost, effective_depth, joined, quick, run_effective, shortened
+from depthprobe.effective import (
+    Plan,
+    effective_cost,
+    effective_depth,
+    joined,
+    quick,
+    run_effective,
+    shortened,
+    with_effective,
+)
 from depthprobe.errors import UsageError
+from depthprobe.lab.tasks import make_task
 from depthprobe.report import Report
 
 SETTINGS = DepthSettings()
@@ -172,6 +182,19 @@ class TestControls:
         assert made.flatten(0, 1).mean(0).numpy() == pytest.approx(3, abs=0.2)
         assert made.flatten(0, 1).std(0).numpy() == pytest.approx(2, abs=0.15)
 
+    def test_random_states_keep_the_first_state_that_all_begin_with(self) -> None:
+        states = torch.randn(6, 5, 4, generator=torch.Generator().manual_seed(0))
+        net = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2).eval()
+        checkpoint = opened(net, states[:2]).stream.checkpoint
+        states[:, 0, 1:] = states[0, 0, 1:]
+        assert not (random_tokens(checkpoint, corpus_of(states), 0).inputs == states).any()
+        states[:, 0] = states[0, 0]
+        drawn = random_tokens(checkpoint, corpus_of(states), 0).inputs
+        assert torch.equal(drawn[:, 0], states[:, 0])
+        assert not (drawn[:, 1:] == states[:, 1:]).any()
+        half = states.to(torch.bfloat16)
+        assert torch.equal(random_tokens(checkpoint, corpus_of(half), 0).inputs[:, 0], half[:, 0])
+
     def test_without_a_control_nothing_passes(self) -> None:
         found = effective_depth(tiny(), ids(6, 16, vocab=60).numpy(), estimators=["dependence"], controls=[])
         assert not found.table["passes_gate"].any()
@@ -204,6 +227,17 @@ class TestGate:
         for _, variant, value, controls in asked:
             assert value == found.table.set_index("variant").loc[variant, "value"]
             assert controls == {name: held[name, variant] for name in ("random-init", "random-tokens")}
+
+    def test_stages_are_judged_by_the_half_that_scores(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked = {}
+
+        def judge(name, variant, model, controls, clusters):  # type: ignore[no-untyped-def]
+            asked[name] = clusters
+            return Verdict(True, "because")
+
+        monkeypatch.setattr(under_test, "judge", judge)
+        effective_depth(tiny(), ids(10, 16, vocab=60).numpy(), estimators=["stages", "dependence"], controls=[])
+        assert asked == {"dependence": 10, "stages": 5}
 
     def test_quick_leaves_out_what_costs_much(self) -> None:
         plan = quick(30)
@@ -273,10 +307,22 @@ class TestRuns:
         assert weight(["score", "participation"], 10) == weight(["score"], 10)
 
     def test_shortened(self) -> None:
-        corpus = Corpus(torch.arange(200).reshape(10, 20), np.arange(10), "text", "0" * 64, "no BOS")
+        inputs = torch.arange(200).reshape(10, 20)
+        corpus = Corpus(inputs, np.arange(10), "text", "0" * 64, "no BOS", cuttable=True)
         part = shortened(corpus, 40, 8)
         assert part.inputs.tolist() == [list(range(row * 20, row * 20 + 8)) for row in (0, 2, 4, 7, 9)]
         assert part.documents.tolist() == [0, 2, 4, 7, 9]  # type: ignore[union-attr]
+
+    def test_sequences_that_were_given_are_taken_whole(self) -> None:
+        """A part of an image or of a task is another input; and an encoder's ids would lose their SEP."""
+        images = read(torch.randn(40, 197, 3, generator=torch.Generator().manual_seed(0)), None, tokens=10**4)
+        part = shortened(images, 512, 32)
+        assert torch.equal(part.inputs, images.inputs[[0, 6, 11, 17, 22, 28, 33, 39]])  # what the gate needs
+        task = make_task("chase", 5).validation[0]
+        assert shortened(read(task, None), 512, 32).inputs.shape == (9, 52)
+        long = torch.zeros(9, 1000, dtype=torch.int64)
+        assert shortened(read(long, None, tokens=9000), 512, 32).inputs.shape == (2, 1000)
+        assert shortened(read(long[:1], None, tokens=9000), 512, 32).inputs.shape == (1, 1000)
 
 
 def test_joined_to_a_report_and_back(everything: under_test.Effective, tmp_path: Path) -> None:
@@ -332,3 +378,12 @@ def test_sequences_are_spread_over_more_text(monkeypatch: pytest.MonkeyPatch) ->
     data = torch.arange(64 * 16).reshape(64, 16) % 60
     effective_depth(tiny(), data.numpy(), tokens=256)
     assert seen[0].inputs[:, 0].tolist() == [int(data[row, 0]) for row in np.linspace(0, 63, 16).round().astype(int)]
+
+
+def test_a_report_says_that_text_was_cut() -> None:
+    inputs = ids(12, 24, vocab=60)
+    report = depthprobe.analyze(tiny(), inputs.numpy(), ablations=False, gradient_tokens=0, depth_tokens=0)
+    anatomy, text = opened(tiny(), inputs), replace(read(inputs, None), cuttable=True)
+    said = "Depth was estimated on the first 8 of 24 tokens."
+    assert said in with_effective(report, anatomy, shortened(text, 96, 8), SETTINGS).deep["notes"]
+    assert not any("cut to" in note for note in with_effective(report, anatomy, text, SETTINGS).deep["notes"])

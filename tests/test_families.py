@@ -355,3 +355,12 @@ def test_no_loss_of_a_model_that_sees_what_it_is_to_predict() -> None:
     assert seen.objective is None
     assert "no loss is taken" in " ".join(seen.notes)
     assert open_stream(depthprobe.load(build("llama"), device="cpu"), ids(4, 20)).objective == "causal"
+
+
+def test_a_position_of_huge_norm_hides_no_other() -> None:
+    """In x_L of a bidirectional model the first position is 10,000 times the others: all together change by little."""
+    model = build("bert")
+    norm = model.bert.encoder.layer[-1].output.LayerNorm
+    norm.register_forward_hook(lambda module, args, out: torch.cat([0 * out[:, :1] + 1e4, out[:, 1:]], dim=1))
+    seen = open_stream(replace(depthprobe.load(model, device="cpu"), objective="causal"), ids(4, 20))
+    assert not seen.causal

@@ -1,6 +1,8 @@
 """What gradients leave behind, what their numbers do not depend on, what is refused, and fresh models."""
 
 import copy
+import json
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -8,12 +10,19 @@ import pytest
 import torch
 from families import IDS, build, ids
 from gradient_models import BLOCKS, Chain, Steps, column, realformer, small
+from lab_runs import run as train_run
+from lab_runs import tiny
+from test_processes import forked
 from torch import nn
 
 import depthprobe
+from depthprobe.corpus import Corpus
 from depthprobe.errors import GradientError, NonFiniteError, UsageError
 from depthprobe.gradient import GradientSettings, gradients, run_gradients
 from depthprobe.prepare import prepare
+from depthprobe.probes.weights import sequence_groups
+
+HEAD = ("weight_gradient_norm_pooled", "head.weight")
 
 # --- what it leaves, and what it does not depend on ------------------------------------------------------------------
 
@@ -87,13 +96,8 @@ def test_without_room_for_the_graph_blocks_run_again(name: str) -> None:
 def test_pooled_intervals_are_a_jackknife() -> None:
     model = Chain([0.5, 2.0])
     inputs = ids(4, 9, vocab=20)
-    row = (
-        gradients(model, inputs).table.set_index(["metric", "unit"]).loc[("weight_gradient_norm_pooled", "head.weight")]
-    )
-    parts = []
-    for sequence in inputs:
-        loss = nn.functional.cross_entropy(model(sequence[None])[0, :-1], sequence[1:])
-        parts.append(torch.autograd.grad(loss, model.head.weight)[0])
+    row = gradients(model, inputs).table.set_index(["metric", "unit"]).loc[HEAD]
+    parts = by_sequence(model, inputs)
     total = sum(parts)
     out = np.array([(total - part).norm().item() / 3 for part in parts])
     reach = 3.182446 * np.sqrt(3 / 4 * np.sum((out - out.mean()) ** 2))
@@ -101,6 +105,66 @@ def test_pooled_intervals_are_a_jackknife() -> None:
     assert (row["ci_low"], row["ci_high"]) == pytest.approx((row["value"] - reach, row["value"] + reach), rel=1e-4)
     alone = gradients(model, inputs[:1]).table.set_index("metric").loc["weight_gradient_norm_pooled"]
     assert alone["ci_low"].isna().all()
+
+
+def test_pooled_intervals_leave_out_whole_documents() -> None:
+    model, inputs, owners = Chain([0.5, 2.0]), ids(6, 9, vocab=20), np.array([4, 4, 4, 1, 1, 7])
+    row = gradients(model, of_documents(inputs, owners)).table.set_index(["metric", "unit"]).loc[HEAD]
+    parts = torch.stack(by_sequence(model, inputs))
+    out = np.array([parts[owners != name].mean(dim=0).norm().item() for name in (1, 4, 7)])
+    reach = 4.302653 * np.sqrt(2 / 3 * np.sum((out - out.mean()) ** 2))
+    assert row["value"] == pytest.approx(parts.mean(dim=0).norm().item(), rel=1e-5)
+    wanted = (max(row["value"] - reach, 0), row["value"] + reach)
+    assert (row["ci_low"], row["ci_high"]) == pytest.approx(wanted, rel=1e-4)
+    one, none = (gradients(model, of_documents(inputs, given)).table for given in (np.full(6, 3), None))
+    pd.testing.assert_frame_equal(one, none, check_exact=True)
+
+
+def test_groups_of_sequences() -> None:
+    four = sequence_groups(40, 10, np.repeat(np.arange(4), 10))
+    np.testing.assert_array_equal(four, np.repeat(np.arange(4), 10))
+    # 7 to the first group, 3, 2 and 2 to the second, and the last one, of equals, to the first
+    owners = np.repeat([0, 1, 2, 3, 4], [7, 1, 3, 2, 2])
+    np.testing.assert_array_equal(sequence_groups(15, 2, owners), np.repeat([0, 0, 1, 1, 1], [7, 1, 3, 2, 2]))
+    for given in (None, np.full(25, 3), np.arange(25)):
+        np.testing.assert_array_equal(sequence_groups(25, 10, given), np.arange(25) % 10)
+        assert sequence_groups(25, 0, given) is None
+    assert sequence_groups(5, 1, np.arange(5)).tolist() == [0] * 5
+
+
+def test_documents_are_left_out_whole_whichever_process_has_them(tmp_path: Path) -> None:
+    """Of documents that the shares of two and of three processes cut."""
+    train_run(tmp_path / "model", tiny(hidden_size=16, num_hidden_layers=1))
+    texts = ["the stream is a depth of layer " * count for count in (9, 3, 2, 4)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    given = [
+        "analyze", tmp_path / "model", "--data", tmp_path / "texts.jsonl", "--tokens", 512, "--seq-len", 16,
+        "--gradient-tokens", 512, "--depth-tokens", 0, "--no-ablations", "--device", "cpu", "--figures", "svg",
+    ]  # fmt: skip
+    jobs = [(count, [*map(str, given), "--out", str(tmp_path / str(count))]) for count in (1, 2, 3)]
+    statuses, said = forked(jobs)
+    assert statuses == [[0] * count for count, _ in jobs], said
+    one, *others = (pd.read_csv(tmp_path / str(count) / "layers.csv") for count in (1, 2, 3))
+    pooled = one["metric"] == "weight_gradient_norm_pooled"
+    assert pooled.sum() > 10
+    assert one["ci_high"][pooled].notna().all()
+    document = json.loads((tmp_path / "1" / "report.json").read_text())
+    assert document["corpus"]["documents"] == 4
+    for other in others:
+        pd.testing.assert_frame_equal(other[pooled], one[pooled], rtol=1e-5)
+
+
+def by_sequence(model: nn.Module, inputs: torch.Tensor) -> list[torch.Tensor]:
+    """The gradient of each sequence's loss by the head's weight."""
+    found = []
+    for sequence in inputs:
+        loss = nn.functional.cross_entropy(model(sequence[None])[0, :-1], sequence[1:])
+        found.append(torch.autograd.grad(loss, model.head.weight)[0])
+    return found
+
+
+def of_documents(inputs: torch.Tensor, owners: np.ndarray | None) -> Corpus:
+    return Corpus(inputs, owners, "ids", "0" * 64, "none")
 
 
 def test_random_draws_are_keyed() -> None:

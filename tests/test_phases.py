@@ -332,8 +332,8 @@ class TestReport:
         ("state", "text"),
         [
             (0, "from x_0 already"),
-            (5, "first be read to 90 % of its best at x_5 (from x_3 to x_7 in resamples): blocks before still compute"),
-            (12, "from the last state only, x_12"),
+            (5, "90 % of the best state's gain at x_5 (from x_3 to x_7 in resamples): blocks before still compute"),
+            (12, "from x_12 alone, the last"),
             (None, "cannot be read from any state"),
         ],
     )

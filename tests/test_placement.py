@@ -36,10 +36,11 @@ from depthprobe.corpus import Corpus
 from depthprobe.errors import CheckpointError, UsageError
 from depthprobe.fingerprint import fingerprint
 from depthprobe.fresh import fresh_twin
+from depthprobe.gradient import GradientSettings, run_gradients
 from depthprobe.lab import LabConfig
 from depthprobe.lab.model import LabForCausalLM
 from depthprobe.measure import Settings, measure
-from depthprobe.offload import OnDisk, Window
+from depthprobe.offload import OnDisk, Window, allowed
 from depthprobe.placement import Placing
 from depthprobe.prepare import prepare
 from depthprobe.verify import Anatomy, open_stream
@@ -438,6 +439,31 @@ def placed(folders: dict[str, Path]) -> Checkpoint:
     return load(folders["gpt2"], device_map=DISK)
 
 
+class TestALimitThatTheWeightsFitInto:
+    """What is in memory besides them is within the limit too."""
+
+    def test_a_twin_needs_room(self, folders: dict[str, Path]) -> None:
+        limited = load(folders["gpt2"], max_memory={"cpu": 64 << 30})
+        assert limited.offload is not None
+        assert not limited.offload.any
+        fresh_twin(limited, 0)
+        limited.offload.room = 1000
+        with pytest.raises(UsageError, match=r"a random twin takes .* and --max-memory leaves 1000 bytes"):
+            fresh_twin(limited, 0)
+
+    def test_states_and_graphs_take_a_quarter(self, folders: dict[str, Path], monkeypatch: Any) -> None:
+        limited, corpus, anatomy = prepare(folders["gpt2"], IDS, max_memory={"cpu": 64 << 30})
+        assert limited.offload is not None
+        limited.offload.room = 4_000_000
+        assert allowed(1 << 40, limited.offload) == 1_000_000
+        assert allowed(10, limited.offload) == 10
+        assert allowed(1 << 40, None) == 1 << 40
+        asked: list[int] = []
+        monkeypatch.setattr("depthprobe.gradient.groups_that_fit", lambda *given: asked.append(given[-1]) or 0)
+        run_gradients(anatomy, corpus, GradientSettings())
+        assert asked == [1_000_000]
+
+
 class TestWhatIsRefused:
     def test_gradients_and_depth(self, placed: Checkpoint) -> None:
         for verb in (depthprobe.gradients, depthprobe.effective_depth):
@@ -574,3 +600,14 @@ class TestOnAGpu:
         assert report.model["device"].startswith("cuda")
         assert report.cost["fetched"]["bytes"] == report.cost["fetched"]["planned"] > 0
         same(depthprobe.analyze(folders["llama"], IDS, device="cpu", **FEW), report, 1e-4)
+
+    @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="torch sees no second CUDA device on this machine")
+    @pytest.mark.parametrize("name", ["llama", "bert", "opt-post"])
+    def test_blocks_on_two(self, folders: dict[str, Path], name: str) -> None:
+        """Norms, gains and means of weights that are called by themselves are where their block is."""
+        few = {**FEW, "depth_tokens": 40, "gradient_tokens": 40}
+        report = depthprobe.analyze(folders[name], IDS, device_map="balanced", **few)
+        same(depthprobe.analyze(folders[name], IDS, device="cpu", **few), report, 1e-4)
+        _, corpus, anatomy = prepare(folders[name], IDS, device_map="balanced")
+        swept = sweep(anatomy, corpus, [parse("0 (1+2) 3", combine) for combine in ("weights", "mean")])
+        assert all(np.isfinite(values).all() for values in swept.effects.values())

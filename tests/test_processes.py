@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,12 @@ from lab_runs import tiny
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import depthprobe.analysis  # binds what is patched below, so it comes before
-from depthprobe import cli
+from depthprobe import cli, processes
 from depthprobe.depth import suite
+from depthprobe.errors import CheckpointError, DepthprobeError, UsageError, VerificationError
+from depthprobe.measure import Settings, measure
 from depthprobe.placement import device_named
+from depthprobe.prepare import prepare
 from depthprobe.processes import batches_in_all, dealt, exchange
 from depthprobe.report import files
 
@@ -239,12 +244,88 @@ def test_a_checkpoint_that_fails_leaves_the_comparison_to_the_others(root: Path,
 def test_processes_share_gpus_where_there_are_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
     assert str(device_named("auto")) == "cuda"
     monkeypatch.setenv("WORLD_SIZE", "3")
     for local, device in (("0", "cuda:0"), ("1", "cuda:1"), ("2", "cuda:0")):
         monkeypatch.setenv("LOCAL_RANK", local)
         assert str(device_named("auto")) == device
+    assert list(map(str, current)) == ["cuda:0", "cuda:1", "cuda:0"], "for kernels that ask for the current one"
     assert str(device_named("cuda:1")) == "cuda:1"
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this were the first of two processes, of which the other one does and finds the same."""
+    monkeypatch.setattr(processes, "_rank", 0)
+    monkeypatch.setattr(processes, "_count", 2)
+    monkeypatch.setattr(processes, "_gather", lambda value: [pickle.loads(pickle.dumps(value))] * 2)
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda *_, **__: None)
+
+
+class _Unsent(Exception):
+    """An error that cannot be sent, as those of other libraries may not be."""
+
+    def __init__(self, found: str, lock: Any) -> None:
+        super().__init__(found)
+        self.lock = lock
+
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize("way", [processes.together, processes.told, "dealt"])
+def test_any_error_is_raised_in_all(way: Any) -> None:
+    """Memory that runs out in one process ends its checkpoint, and not the comparison."""
+
+    def work() -> None:
+        raise _Unsent("out of memory", threading.Lock())
+
+    def share(work: Callable[[], None]) -> None:
+        with dealt(4):
+            work()
+
+    with pytest.raises(_Unsent) as caught:
+        (share if way == "dealt" else way)(work)
+    assert caught.value.everywhere  # type: ignore[attr-defined]
+
+
+def test_the_error_of_another_process_is_named(monkeypatch: pytest.MonkeyPatch, two: None) -> None:
+    monkeypatch.setattr(processes, "_gather", lambda value: [value, processes._sent(ValueError("no\nsense"))])
+    with pytest.raises(DepthprobeError, match=r"another process of this run failed with ValueError: no$") as caught:
+        processes.together(lambda: None)
+    assert caught.value.everywhere
+
+
+@pytest.mark.usefixtures("two")
+def test_a_text_that_is_too_short_is_so_for_all(root: Path) -> None:
+    _, corpus, anatomy = prepare(root / "gpt2", np.load(root / "two.npy"), device="cpu")
+    with pytest.raises(UsageError, match="leaves nothing") as caught:
+        measure(anatomy, corpus, Settings(skip_first=48))
+    assert caught.value.everywhere
+
+
+@pytest.mark.parametrize("odd", ["kind of device", "dtype", "transformers"])
+def test_unlike_processes_are_refused(odd: str, root: Path, monkeypatch: pytest.MonkeyPatch, two: None) -> None:
+    """A machine whose driver is broken falls back to its CPU."""
+
+    def gather(value: Any) -> list[Any]:
+        return [value, {**value, odd: "another"} if isinstance(value, dict) and odd in value else value]
+
+    monkeypatch.setattr(processes, "_gather", gather)
+    with pytest.raises(CheckpointError, match=rf"the processes have .*another.* as their {odd}"):
+        prepare(root / "gpt2", np.load(root / "two.npy"), device="cpu")
+
+
+def test_processes_that_found_different_branches_are_refused(
+    root: Path, monkeypatch: pytest.MonkeyPatch, two: None
+) -> None:
+    def gather(value: Any) -> list[Any]:
+        blocks = isinstance(value, tuple) and len(value) > 0 and hasattr(value[0], "branches")
+        return [value, value[:-1] if blocks else value]
+
+    monkeypatch.setattr(processes, "_gather", gather)
+    with pytest.raises(VerificationError, match="different branches"):
+        prepare(root / "gpt2", np.load(root / "two.npy"), device="cpu")
 
 
 def test_reading_reports_needs_no_torch() -> None:

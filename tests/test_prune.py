@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -315,6 +316,18 @@ class TestChoices:
             direct = swept(model, inputs[1::2], [skip(3, choice.blocks)])
             assert choice.kl == pytest.approx(direct.effects["kl"].mean(), rel=1e-5)
             assert choice.delta_loss == pytest.approx(direct.effects["delta_loss"].mean(), rel=1e-4)
+
+    def test_documents_that_chose_do_not_score(self) -> None:
+        model, inputs = build("llama"), ids(8, 20)
+        corpus = replace(corpus_of(inputs), documents=np.array([0, 0, 0, 1, 1, 2, 2, 3]))
+        choices = {choice.name: choice for choice in choose_drops(opened(model, inputs), corpus, 1)}
+        every = [skip(3, [i]) for i in range(3)]
+        chosen, cost = (
+            swept(model, inputs[rows], every).effects["kl"].mean(axis=0) for rows in ([0, 1, 2, 7], [3, 4, 5, 6])
+        )
+        assert choices["measured"].blocks == (int(chosen.argmin()),)
+        for choice in choices.values():
+            assert choice.kl == pytest.approx(cost[choice.blocks[0]], rel=1e-5)
 
     def test_the_published_scores_by_hand(self) -> None:
         model, inputs = build("llama"), ids(8, 20)

@@ -12,9 +12,9 @@ from families import build, ids
 from sklearn.linear_model import RidgeClassifier
 from torch import Tensor, nn
 
-from depthprobe.corpus import Corpus
+from depthprobe.corpus import Corpus, halves
 from depthprobe.depth.base import DepthSettings
-from depthprobe.depth.readable import Kept, Readable, halves, readable
+from depthprobe.depth.readable import Kept, Readable, readable
 from depthprobe.depth.ridge import PENALTIES, Ridge, best_penalty
 from depthprobe.errors import NonFiniteError, UsageError
 

@@ -232,6 +232,8 @@ def test_a_proxy_is_trusted_by_its_interval(low, words):
     report = ablated()
     rows = [{**row, "value": 0.8, "ci_low": low, "ci_high": 0.9} if row["proxy"] == "update_ratio" else row
             for row in report.merging["proxies"]]  # fmt: skip
+    against = [{**row, "value": -0.6, "ci_low": -0.8, "ci_high": -0.3} for row in rows]
+    assert "the wrong way round" in said(replace(report, merging={**report.merging, "proxies": against}))["Proxies"]
     text = said(replace(report, merging={**report.merging, "proxies": rows}))["Proxies"]
     assert "Of 4 cheap proxies update_ratio orders 12 places" in text
     assert words in text

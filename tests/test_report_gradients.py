@@ -2,6 +2,7 @@
 
 import io
 import re
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -51,6 +52,21 @@ def test_the_table_has_a_line_for_each_kind() -> None:
     assert many is not None
     assert (len(many.kinds), many.left_out) == (24, 6)
     assert ("model", "random initialisations, seeds 0–2") in facts(sloped(fresh=3))
+
+
+def test_a_weight_that_some_blocks_lack_is_not_put_under_others() -> None:
+    """A mixture of experts whose first block is a plain MLP: each has kinds that the other lacks."""
+    report = sloped()
+    layers, kind = report.layers, report.layers["unit"].str.startswith("mlp.part")
+    dense = kind & (layers["unit"] == "mlp.part0.weight") & (layers["layer"] > 0)
+    experts = kind & (layers["unit"] == "mlp.part1.weight") & (layers["layer"] == 0)
+    table = weight_table(replace(report, layers=layers[~dense & ~experts]))
+    assert table is not None
+    assert (table.first, table.last) == (0, 11)
+    cells = {name: cells for name, *cells in table.kinds}
+    assert cells["mlp.part0.weight"] == ["1.00", "1.00", "–", "–", "–"]
+    assert (cells["mlp.part1.weight"][0], cells["mlp.part1.weight"][2:]) == ("–", ["5.71", "–", "–"])
+    assert "–" not in cells["mlp.part2.weight"]
 
 
 @pytest.mark.parametrize(

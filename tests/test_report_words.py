@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from report_samples import HOSTILE, VARIANTS, bare, blocks_only, half, headless, interval, one_block, sample
+from report_samples import HOSTILE, VARIANTS, ablated, bare, blocks_only, half, headless, interval, one_block, sample
 from rich.console import Console
 
 from depthprobe.report import screen, tables
@@ -78,6 +78,11 @@ def test_few_documents_are_few_however_many_sequences():
     report = sample()
     few = replace(report, corpus={**report.corpus, "documents": 2})
     assert "only 2 documents" in said(few)["Few documents"]
+    part = ablated(replace(report, corpus={**report.corpus, "documents": 20}))
+    part = replace(part, merging={**part.merging, "clusters": 8})
+    assert "at most 20 documents" in said(part)["Few documents"]
+    (found,) = (finding for finding in findings(part) if finding.topic == "Few documents")
+    assert "rest on 8 of them" in found.more
     assert not {"Few documents", "Few sequences"} & said(report).keys()
 
 

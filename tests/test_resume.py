@@ -132,6 +132,16 @@ def test_a_second_run_only_reads(tmp_path: Path) -> None:
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", *[".npz"] * 6]
 
 
+def test_chunks_that_another_run_left_behind_are_run_again(tmp_path: Path) -> None:
+    """It was killed while it removed them, and what says whose they are was gone first."""
+    data = ids(4, TOKENS)
+    started(tmp_path, data=data, seed=4)
+    (tmp_path / "run.json").unlink()
+    left = chunks(tmp_path)
+    same(started(tmp_path, data=data), started(None, data=data))
+    assert not set(left.items()) & set(chunks(tmp_path).items())
+
+
 @pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b[:-1], lambda b: b"", lambda b: b"PK" * 90])
 def test_a_damaged_chunk_is_run_again(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
     data = ids(4, TOKENS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -19,6 +20,7 @@ from depthprobe.ablations.schedule import parse, partition
 from depthprobe.ablations.staging import Staging, find_stages, stages_at
 from depthprobe.corpus import Corpus
 from depthprobe.errors import OutputError, UsageError
+from depthprobe.estimate import Interval, Resampler
 
 VOCAB, PART = 50, 8
 INPUTS = ids(6, 16, vocab=VOCAB)
@@ -247,6 +249,35 @@ class TestPoints:
         assert [point.stages for point in found(chain(3), limit=3).points] == [3]
         assert [point.stages for point in found(chain(14), limit=0).points][-1] == 0
 
+    def test_where_so_few_as_the_limit_will_do_it_is_a_bound(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """Three stages are needed; a search that stops at four does not know."""
+        staging = found(staged(3, 2), limit=4)
+        for kappa, interval in staging.depth.items():
+            assert staging.at_most(kappa)
+            assert interval.value == 4
+            assert np.isnan([interval.low, interval.high]).all()
+        show_staging(staging)
+        said = [line for line in capsys.readouterr().out.splitlines() if "keep the KL within" in line]
+        assert len(said) == 3
+        for line in said:
+            assert line.startswith("at most 4 of 6 stages keep the KL within ")
+            assert "[" not in line
+
+    @pytest.mark.parametrize("options", [{}, {"limit": 0}, {"limit": 3}])
+    def test_what_was_measured_is_no_bound(self, options: dict[str, int], capsys: pytest.CaptureFixture[str]) -> None:
+        staging = found(chain(5), **options)
+        assert not any(map(staging.at_most, staging.depth))
+        assert all(interval.low <= interval.value <= interval.high for interval in staging.depth.values())
+        show_staging(staging)
+        assert "at most" not in capsys.readouterr().out
+
+    def test_a_low_end_at_the_limit_is_a_bound(self, capsys: pytest.CaptureFixture[str]) -> None:
+        staging = replace(found(chain(5), limit=3), depth={0.1: Interval(3.6, 3.0, 4.1)})
+        show_staging(staging)
+        assert capsys.readouterr().out.startswith(
+            "3.6 of 5 stages keep the KL within 10% of the unigram's  [at most 3.0, 4.1]\n"
+        )
+
     def test_score_positions_and_batches_change_no_count(self) -> None:
         model, inputs = build("gpt2"), ids(6, 24)
         whole = found(model, inputs, settings=SweepSettings(batch_size=6))
@@ -412,12 +443,39 @@ class TestTable:
             save_staging(found(chain(2)), tmp_path / "taken")
 
 
-def test_documents_are_resampled_together() -> None:
-    """All scoring sequences of one document leave an interval of sequences; of two, one of documents."""
-    inputs = ids(8, 16, vocab=VOCAB)
-    model = noisy(4)
-    alone = find_stages(opened(model, inputs), corpus_of(inputs))
-    held = Corpus(inputs, np.array([0, 0, 0, 0, 1, 1, 1, 1]), "ids", "0" * 64, "none")
-    grouped = find_stages(opened(model, inputs), held)
-    assert [p.kl.value for p in grouped.points] == [p.kl.value for p in alone.points]
-    assert [p.kl.low for p in grouped.points[1:]] != [p.kl.low for p in alone.points[1:]]
+class TestHalves:
+    """Where there are several documents, each is in one half alone."""
+
+    def corpus(self, inputs: Tensor, owners: list[int]) -> Corpus:
+        return Corpus(inputs, np.array(owners), "ids", "0" * 64, "none")
+
+    def test_no_document_chooses_and_scores(self) -> None:
+        model, inputs = noisy(4), ids(8, 16, vocab=VOCAB)
+        staging = find_stages(opened(model, inputs), self.corpus(inputs, [0, 0, 0, 1, 1, 2, 2, 3]))
+        assert staging.sequences == 4
+        made = [parse(point.schedule) for point in staging.points[:-1]]
+        direct = swept(model, inputs[3:7], made).effects["kl"]
+        draws = Resampler(4, np.array([1, 1, 2, 2]))
+        for place, (point, *ends) in enumerate(zip(staging.points, *draws.intervals(direct), strict=False)):
+            assert (point.kl.value, point.kl.low, point.kl.high) == pytest.approx(ends, rel=1e-5, abs=1e-9), place
+        every = list(contiguous(4))
+        costs = swept(model, inputs[[0, 1, 2, 7]], [partition(groups) for groups in every]).effects["kl"].mean(axis=0)
+        for point, schedule in zip(staging.points[:-1], made, strict=True):
+            mine = swept(model, inputs[[0, 1, 2, 7]], [schedule]).effects["kl"].mean()
+            fewest = min(cost for groups, cost in zip(every, costs, strict=True) if len(groups) == point.stages)
+            assert mine == pytest.approx(fewest, rel=1e-5, abs=1e-9)
+
+    def test_documents_are_resampled_together(self) -> None:
+        """Two documents score, the same sequences as where none is known: the values stay, the intervals do not."""
+        model, inputs = noisy(4), ids(8, 16, vocab=VOCAB)
+        alone = find_stages(opened(model, inputs), corpus_of(inputs))
+        grouped = find_stages(opened(model, inputs), self.corpus(inputs, [0, 1, 0, 1, 2, 3, 2, 3]))
+        assert [p.kl.value for p in grouped.points] == [p.kl.value for p in alone.points]
+        assert [p.kl.low for p in grouped.points[1:]] != [p.kl.low for p in alone.points[1:]]
+
+    def test_of_one_document_every_second_sequence_chooses(self) -> None:
+        model, inputs = noisy(4), ids(7, 16, vocab=VOCAB)
+        alone = find_stages(opened(model, inputs), corpus_of(inputs))
+        one = find_stages(opened(model, inputs), self.corpus(inputs, [5] * 7))
+        pd.testing.assert_frame_equal(staging_frame(one), staging_frame(alone), check_exact=True)
+        assert one.depth == alone.depth

@@ -10,7 +10,7 @@ from report_samples import ablated, blocks_only, half, interval, sample, sloped
 from scipy import stats
 
 from depthprobe.criteria import CLAIMS, CRITERIA, MARGIN
-from depthprobe.depth.gate import static_gate
+from depthprobe.depth.gate import FEWEST, static_gate
 from depthprobe.estimate import Interval
 from depthprobe.evidence import rho_slope
 from depthprobe.report.schema import DEPTH_COLUMNS
@@ -303,9 +303,32 @@ def test_one_block_has_no_gradient_from_top_to_bottom() -> None:
 def test_the_clusters_of_an_interval_are_named() -> None:
     report = sample()
     few = replace(report, corpus={**report.corpus, "documents": 3})
-    assert verdict([case(few)])["reason"].str.contains("over the 3 documents of one model").any()
+    reasons = verdict([case(few)])["reason"]
+    assert reasons.str.contains("over the 3 documents of one model, of which 8 are the least").any()
     one_text = replace(report, corpus={**report.corpus, "documents": None})
-    assert verdict([case(one_text)])["reason"].str.contains("over the sequences of one model").any()
+    assert verdict([case(one_text)])["reason"].str.contains(r"over the \d+ sequences of one model").any()
+    # changed models are run on part of the text, which may have fewer of its documents
+    report = ablated(report)
+    part = replace(report, corpus={**report.corpus, "documents": 30}, merging={**report.merging, "clusters": 5})
+    m2, m1 = (rows(verdict([case(part)]), name)["reason"] for name in ("M2", "M1"))
+    assert m2.iloc[:2].str.contains("over the 5 documents of one model").all()
+    assert m1.str.contains("over the 30 documents of one model").all()
+
+
+def test_an_interval_over_a_handful_of_documents_decides_nothing() -> None:
+    report = sample()
+    assert set(verdict([case(report)])["verdict"]) & {"supported", "contradicted"}
+    few = replace(report, corpus={**report.corpus, "documents": FEWEST - 1})
+    assert not set(verdict([case(few)])["verdict"]) & {"supported", "contradicted"}
+    enough = replace(report, corpus={**report.corpus, "documents": FEWEST})
+    assert set(verdict([case(enough)])["verdict"]) & {"supported", "contradicted"}
+
+
+def test_a_merge_that_costs_nothing_is_no_evidence_against_m2() -> None:
+    report = ablated(sample())
+    free = {"value": 0.0, "ci_low": 0.0, "ci_high": 0.0}
+    merging = {**report.merging, "rho": {**report.merging["rho"], "median": free}}
+    assert one(verdict([case(replace(report, merging=merging))]), "M2", "in the median")["verdict"] == "supported"
 
 
 def test_g1_needs_enough_initialisations_and_no_training() -> None:

@@ -55,9 +55,8 @@ def save_staging(found: Staging, folder: Path) -> Path:
 def show_staging(found: Staging, console: Console | None = None) -> None:
     """Print D(κ) and the curve."""
     console = console or Console(highlight=False)
-    for kappa, depth in found.depth.items():
-        text = f"{depth.value:.1f} of {found.units} stages keep the KL within {kappa:.0%} of the unigram's"
-        console.print(Text(f"{text}  [{depth.low:.1f}, {depth.high:.1f}]"))
+    for kappa in found.depth:
+        console.print(Text(_depth(found, kappa)))
     if found.sequences < FEW:
         console.print(
             Text(f"Intervals rest on {found.sequences} sequences; below {FEW} they tend to be too narrow.", "dim")
@@ -69,8 +68,17 @@ def show_staging(found: Staging, console: Console | None = None) -> None:
     table.add_column("schedule", overflow="fold")
     for point in found.points:
         kl, loss, top = point.relative_kl, point.delta_loss, point.top1_agreement
-        share = f"{kl.value:.3f} [{kl.low:.3f}, {kl.high:.3f}]"
+        share = f"{kl.value:.3g} [{kl.low:.3g}, {kl.high:.3g}]"
         table.add_row(
             str(point.stages), share, f"{loss.value:+.3f}", f"{top.value:.2f}", Text(point.schedule or "none")
         )
     console.print(table)
+
+
+def _depth(found: Staging, kappa: float) -> str:
+    """D(κ) in words; what is only known to be so at most is not printed as a value."""
+    depth, within = found.depth[kappa], f"of {found.units} stages keep the KL within {kappa:.0%} of the unigram's"
+    if found.at_most(kappa):
+        return f"at most {depth.value:.0f} {within}; no fewer were tried"
+    bound = "at most " if 0 < found.points[-1].stages == depth.low else ""
+    return f"{depth.value:.1f} {within}  [{bound}{depth.low:.1f}, {depth.high:.1f}]"

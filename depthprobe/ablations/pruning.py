@@ -22,7 +22,7 @@ from depthprobe.ablations.run import SweepSettings, sweep
 from depthprobe.ablations.schedule import Schedule, Unit, skip
 from depthprobe.ablations.units import Units
 from depthprobe.checkpoint import Checkpoint, load
-from depthprobe.corpus import Corpus
+from depthprobe.corpus import Corpus, halves
 from depthprobe.errors import CheckpointError, OutputError, UsageError, VerificationError
 from depthprobe.formats import undisturbed
 from depthprobe.measure import Settings, measure
@@ -81,9 +81,9 @@ def choose_drops(
 ) -> list[Choice]:
     """Which blocks to drop: measured greedily, and as two published scores would have it.
 
-    One half of the sequences chooses: greedily the block whose removal, with those before, costs the least KL; the
-    blocks of the lowest block influence (Men et al. 2024); the run of blocks across which the angle is smallest
-    (Gromov et al. 2024). The other half says what each choice costs.
+    One half of the sequences chooses (`corpus.halves`: a document is in one half alone): greedily the block whose
+    removal, with those before, costs the least KL; the blocks of the lowest block influence (Men et al. 2024); the run
+    of blocks across which the angle is smallest (Gromov et al. 2024). The other half says what each choice costs.
 
     Raises:
         UsageError: more blocks than there are, no head, or fewer than two sequences.
@@ -96,7 +96,8 @@ def choose_drops(
     if corpus.sequences < 2:
         raise UsageError("one half of the sequences chooses and the other scores; there is one", "at least 2 sequences")
     settings = settings or SweepSettings()
-    chooses, scores = corpus.take(slice(0, None, 2)), corpus.take(slice(1, None, 2))
+    first = halves(corpus)
+    chooses, scores = corpus.take(first), corpus.take(~first)
     gone: list[int] = []
     for step in range(count):
         left = [block for block in range(blocks) if block not in gone]

@@ -26,7 +26,7 @@ from depthprobe.corpus import Corpus
 from depthprobe.errors import UsageError
 from depthprobe.fingerprint import digest, fingerprint
 from depthprobe.offload import MEMORY, Fetched, Window
-from depthprobe.processes import batches_in_all, collected, count, dealt
+from depthprobe.processes import batches_in_all, collected, count, dealt, told
 from depthprobe.verify import Anatomy
 
 __all__ = ["SweepSettings", "Swept", "scored_batch", "sweep"]
@@ -183,10 +183,11 @@ def sweep(
     later = Later(len(stream), corpus.sequences, skip_first or 0) if watched else None
     plan = Plan.of(schedules, len(stream)) if offload and offload.any else None
     together = 1 if plan is None else settings.batches_at_once(anatomy, corpus, plan, step)
-    identity = None if resume is None else _identity(anatomy, corpus, schedules, settings, step, unigram)
+    # Of several processes the first one says it: how many threads each has may differ from machine to machine.
+    identity = told(lambda: resume and _identity(anatomy, corpus, schedules, settings, step, unigram))
     fetched = offload.fetched if offload else 0  # once the identity has looked at every weight
     with dealt(corpus.sequences) as mine:
-        store = None if resume is None or identity is None else Store(resume, identity)
+        store = Store(resume, identity) if resume and identity else None
         rows += [slice(row, min(row + step, mine.stop)) for row in mine[::step]]
         if store is not None:
             parts = {batch.start: part for batch in rows if (part := store.load(batch.start)) is not None}

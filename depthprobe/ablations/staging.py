@@ -13,7 +13,7 @@ from torch import Tensor
 
 from depthprobe.ablations.run import SweepSettings, Swept, sweep
 from depthprobe.ablations.schedule import Combine, Schedule, Stage, Unit
-from depthprobe.corpus import Corpus
+from depthprobe.corpus import Corpus, halves
 from depthprobe.errors import UsageError
 from depthprobe.estimate import Interval, Resampler
 from depthprobe.verify import Anatomy
@@ -61,7 +61,8 @@ class Staging:
         searched: how the schedules were chosen, in words.
         unigram_kl: KL(unchanged ‖ the corpus's unigram), nats per token: what relative KL is relative to.
         sequences: how many scored.
-        depth: κ → D(κ), the fewest stages with relative KL ≤ κ, interpolated between counts.
+        depth: κ → D(κ), the fewest stages with relative KL ≤ κ, interpolated between counts; without an interval where
+            it is a bound only (`at_most`). A low end at the last count of a search that stopped early is a bound too.
         evaluations: block evaluations of the whole search.
     """
 
@@ -73,6 +74,10 @@ class Staging:
     sequences: int
     depth: dict[float, Interval]
     evaluations: int
+
+    def at_most(self, kappa: float) -> bool:
+        """Whether D(κ) is a bound only: the search stopped at two stages or more, and so few are within κ already."""
+        return 0 < self.points[-1].stages == self.depth[kappa].value
 
 
 def find_stages(
@@ -86,14 +91,14 @@ def find_stages(
     units: tuple[Unit, ...] | None = None,
     kappas: tuple[float, ...] = KAPPAS,
 ) -> Staging:
-    """Merge and drop down to `limit` stages; choose on one half of the sequences, score on the other.
+    """Merge and drop down to `limit` stages; choose on one half of the sequences, score on the other (`corpus.halves`).
 
     Up to 12 blocks, every partition into contiguous stages is tried as well, up to 7 with any of the blocks dropped.
     The greedy search starts from the whole model; each step merges two neighbouring stages or drops a block, whichever
     costs least. Its first step tries all changes, a later one those that are new or were cheapest when last tried.
 
-    The curve ends with no block at all where the search went down to one stage. A search that stops before that gives
-    a D(κ) of at least `limit`.
+    A document is in one half alone. The curve ends with no block at all where the search went down to one stage. Where
+    it stopped before that and so few stages are within κ already, D(κ) is only known to be `limit` at most.
 
     Args:
         anatomy: a verified model with a next-token head.
@@ -125,7 +130,8 @@ def find_stages(
     if parts and combine == "attention-first":
         raise UsageError("--combine attention-first was asked for stages of sublayers", "auto, sum, mean or branch-sum")
     settings = settings or SweepSettings()
-    choose, score = corpus.take(slice(0, None, 2)), corpus.take(slice(1, None, 2))
+    first = halves(corpus)
+    choose, score = corpus.take(first), corpus.take(~first)
     named = "sublayer" if parts else "block"
     searched = f"greedy: merge two neighbouring stages or drop a {named}, whichever costs least"
     if len(units) <= EXHAUSTIVE:
@@ -323,7 +329,7 @@ def _summary(
     for place, groups in enumerate(chosen):
         both = np.hstack([swept.effects["kl"][:, [place]], unigram])
         relative = resampler.function(both, lambda m: m[:, 0] / m[:, 1])
-        rest = [_interval(resampler, swept.effects[name][:, place]) for name in names]
+        rest = [resampler.function(swept.effects[name][:, [place]], lambda m: m[:, 0]) for name in names]
         points.append(Point(len(groups), str(swept.schedules[place]), relative, *rest))
     rising = np.argsort([point.stages for point in points])
     counts = np.array([points[i].stages for i in rising], dtype=np.float64)
@@ -334,9 +340,6 @@ def _summary(
             columns,
             lambda m, kappa=kappa: stages_at(kappa, counts, m[:, :-1] / m[:, -1:]),  # type: ignore[misc]
         )
+        if 0 < counts[0] == depth[kappa].value:  # nothing below was tried: only a bound is known
+            depth[kappa] = Interval(depth[kappa].value, np.nan, np.nan)
     return tuple(points), depth
-
-
-def _interval(resampler: Resampler, values: NDArray[np.float64]) -> Interval:
-    value, low, high = (float(v[0]) for v in resampler.intervals(values[:, None]))
-    return Interval(value, low, high)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 from depthprobe.errors import OutputError
 
 __all__ = ["Store", "step_of"]
+
+_MARK = "of"
 
 
 def step_of(folder: Path) -> int | None:
@@ -31,6 +34,8 @@ class Store:
     def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
         self.folder = folder
         text = json.dumps(identity, indent=1)
+        # In every file: what another run left behind, killed while it tidied up, is not taken for this one's.
+        self.mark = hashlib.sha256(text.encode()).hexdigest()
         home = folder / "run.json"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -51,14 +56,15 @@ class Store:
             raise OutputError(f"cannot keep chunks in {folder}: {error.strerror or error}") from None
 
     def load(self, start: int) -> dict[str, NDArray[np.float64]] | None:
-        """The chunk that begins at a sequence, None where it was not finished or is damaged."""
+        """The chunk that begins at a sequence, None where it was not finished, is damaged, or is of another run."""
         path = self.folder / f"{start:08d}.npz"
         if not path.exists():
             return None
         try:
             with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as data:
-                return {name: data[name] for name in data.files}
-        except (BadZipFile, ValueError, EOFError):
+                part = {name: data[name] for name in data.files}
+            return part if str(part.pop(_MARK)) == self.mark else None
+        except (BadZipFile, ValueError, EOFError, KeyError):
             return None
         except OSError as error:
             raise OutputError(f"cannot read {path}: {error.strerror or error}") from None
@@ -66,20 +72,21 @@ class Store:
     def save(self, start: int, part: dict[str, NDArray[np.float64]]) -> None:
         """Keep a finished chunk."""
         buffer = io.BytesIO()
-        np.savez(buffer, **part)  # type: ignore[arg-type]
+        np.savez(buffer, **part, **{_MARK: np.array(self.mark)})  # type: ignore[arg-type]
         _write(self.folder / f"{start:08d}.npz", buffer.getvalue())
 
     def text(self, name: str) -> str | None:
         """The text that was kept under a name, None if there is none."""
         path = self.folder / f"{name}.json"
         try:
-            return path.read_text(errors="replace") if path.exists() else None
+            mark, _, text = path.read_text(errors="replace").partition("\n") if path.exists() else ("", "", "")
         except OSError as error:
             raise OutputError(f"cannot read {path}: {error.strerror or error}") from None
+        return text if mark == self.mark else None
 
     def keep(self, name: str, text: str) -> None:
         """Keep a text under a name."""
-        _write(self.folder / f"{name}.json", text.encode())
+        _write(self.folder / f"{name}.json", f"{self.mark}\n{text}".encode())
 
 
 def _write(path: Path, content: bytes) -> None:

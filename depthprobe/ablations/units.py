@@ -168,8 +168,7 @@ class Units:
             z, u = self.sublayer(entry, unit, x)
             total = total + u
             source = source if unit.part == "m" else z
-        assert last.norm is not None
-        return self.stream.inherit(block.get_submodule(last.norm)(total), source)
+        return self.stream.inherit(last.normed(block, total), source)
 
     def _averaged(self, stage: Stage) -> nn.Module:
         """A copy of the stage's first block with the mean of all its blocks' weights."""
@@ -177,7 +176,8 @@ class Units:
         merged = copy.deepcopy(blocks[0])
         with torch.no_grad():
             for name, parameter in merged.named_parameters():
-                parameter.copy_(torch.stack([block.get_parameter(name) for block in blocks]).mean(dim=0))
+                same = [block.get_parameter(name).to(parameter.device) for block in blocks]
+                parameter.copy_(torch.stack(same).mean(dim=0))
         return merged
 
     def _shaped(self, tensor: Tensor, x: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ def _substitute(block: nn.Module, tap: Tap, x: Tensor) -> Any:
     """Make the module at the tap return `x` in its own shape."""
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        return _replaced(output, lambda t: x.reshape(t.shape))
+        return _replaced(output, lambda t: x.reshape(t.shape).to(t.device))
 
     return block.get_submodule(tap.module).register_forward_hook(hook)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -56,7 +57,9 @@ def ablate(
         ),
     ] = "skip,merge,swap",
     unit: Annotated[str, typer.Option(help="block, attention or mlp.", rich_help_panel=_WHAT)] = "block",
-    span: Annotated[int, typer.Option(help="How many neighbours a merge joins.", rich_help_panel=_WHAT)] = 2,
+    span: Annotated[
+        int, typer.Option(help="How many neighbours a merge or reversal takes.", rich_help_panel=_WHAT)
+    ] = 2,
     combine: Annotated[
         str,
         typer.Option(
@@ -154,7 +157,7 @@ def ablate(
     say(f"Ablations: {cost}")
     kept = target / ".chunks"
     if not resume:
-        told(lambda: shutil.rmtree(kept, ignore_errors=True))
+        _forget(kept)
     try:
         with Bar("Ablating", total, "block evaluations") as progress:
             found = run_ablations(anatomy, corpus, chosen, settings, progress, kept, report.layers, report.pairs)
@@ -162,10 +165,18 @@ def ablate(
         raise InterruptedRunError("interrupted", fix="finished chunks are kept, --resume goes on") from None
     report = _joined(report, found, beside)
     path = told(lambda: report.save(target, figures))  # type: ignore[arg-type]
-    told(lambda: shutil.rmtree(kept, ignore_errors=True))
+    _forget(kept)
     show(report, saved=path)
     if wanted:
         show_schedules(found.table)
+
+
+def _forget(kept: Path) -> None:
+    """Remove finished chunks: each process its own, which may be on another machine; none goes on before all have."""
+    from depthprobe.processes import collected
+
+    shutil.rmtree(kept, ignore_errors=True)
+    collected(None)
 
 
 def _joins(report: Report, place: dict[str, Any]) -> bool:
@@ -198,6 +209,9 @@ def _joined(report: Report, found: Ablations, beside: bool) -> Report:
         again = report.ablations.set_index(key).index.isin(table.set_index(key).index)
         table = pd.concat([report.ablations[~again], table], ignore_index=True)
         spent = {name: before[name] + merging[name] for name in ("evaluations", "plain_evaluations", "seconds")}
+        if before.get("fetched") or merging.get("fetched"):
+            parts = [part.get("fetched") or {} for part in (before, merging)]
+            spent["fetched"] = {name: sum(part.get(name, 0) for part in parts) for name in {**parts[0], **parts[1]}}
         merging = {name: before[name] for name in ("later",) if name in before} | {
             **merging,
             **spent,

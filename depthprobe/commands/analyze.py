@@ -73,13 +73,17 @@ def analyze(
         bool, typer.Option(help="Skip each block, merge and swap each two neighbours, and measure what it costs.")
     ] = True,
     ablation_tokens: Annotated[
-        int, typer.Option(help="How many of the tokens to run these on; a quarter of their positions is scored.")
+        int,
+        typer.Option(
+            help="How many of the tokens to run these on; scored at a quarter of the positions, 15 % if masked."
+        ),
     ] = 2048,
     gradient_tokens: Annotated[
         int, typer.Option(help="How many of the tokens to take gradients on, of states and weights; 0 for none.")
     ] = 1024,
     depth_tokens: Annotated[
-        int, typer.Option(help="How many of the tokens to estimate effective depth on, beside controls; 0 for none.")
+        int,
+        typer.Option(help="How many of the tokens to estimate depth on, beside controls; 0 for none, and no phases."),
     ] = 512,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on after the parts that a run which was stopped has finished.")

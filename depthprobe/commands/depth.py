@@ -121,7 +121,7 @@ def depth(
         shortened,
         with_phases,
     )
-    from depthprobe.offload import refuse_offloaded
+    from depthprobe.offload import allowed, refuse_offloaded
     from depthprobe.prepare import prepare
     from depthprobe.progress import Bar, say
     from depthprobe.report.screen import show, show_depth
@@ -137,6 +137,7 @@ def depth(
     refuse_offloaded(model.offload, "effective depth was asked")
     units = len(units_of(anatomy, unit))  # before anything is measured
     part = shortened(corpus, tokens, seq_len or SEQ_LEN)
+    settings = replace(settings, memory=allowed(settings.memory, model.offload))
     settings.check(part)
     target = folder_of(model, out)
     told(lambda: check_writable(target))

@@ -147,7 +147,7 @@ def _identity(report: Report, model: Checkpoint, corpus: Corpus) -> dict[str, tu
         "bos": corpus.bos,
         "first_ids": corpus.first_ids,  # another tokenizer
     }
-    words = {"fingerprint": "fingerprint of the weights", "sha256": "sha256 of the text", "tokens": "tokens a sequence"}
+    words = {"fingerprint": "fingerprint of the model", "sha256": "sha256 of the text", "tokens": "tokens a sequence"}
     return {
         words.get(name, name): (part.get(name), value)
         for part, mine in ((report.model, of_model), (report.corpus, of_text))

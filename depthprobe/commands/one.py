@@ -132,8 +132,10 @@ class _Work:
     @property
     def deep(self) -> DepthSettings:
         from depthprobe.depth.base import DepthSettings
+        from depthprobe.offload import MEMORY, allowed
 
-        return DepthSettings(self.settings.seed, self.settings.skip_first, self.settings.batch_size)
+        memory = allowed(MEMORY, self.model.offload)
+        return DepthSettings(self.settings.seed, self.settings.skip_first, self.settings.batch_size, memory)
 
 
 def _measured(report: Report | None, work: _Work) -> Report:

@@ -39,7 +39,9 @@ def prune(
     ] = None,
     drop: Annotated[
         int | None,
-        typer.Option(help="Drop so many blocks instead: those whose joint removal costs least.", show_default=False),
+        typer.Option(
+            help="Drop so many blocks instead, one by one, each time the one that costs least.", show_default=False
+        ),
     ] = None,
     score_positions: Annotated[float, typer.Option(help="Share of the positions that is scored.")] = 0.25,
     data: Data = None,
@@ -77,9 +79,11 @@ def prune(
     from depthprobe.ablations.run import SweepSettings, sweep
     from depthprobe.ablations.schedule import parse, skip
     from depthprobe.checkpoint import load
+    from depthprobe.corpus import halves
     from depthprobe.offload import refuse_offloaded
     from depthprobe.prepare import prepare
     from depthprobe.progress import Bar, say
+    from depthprobe.report.words import FEW, plural
 
     settings = SweepSettings(score_positions, seed)
     settings.check()
@@ -98,6 +102,12 @@ def prune(
             blocks = ", ".join(map(str, choice.blocks))
             print(f"  {choice.name:<17} drops {blocks}: KL {choice.kl:.3f}, loss {choice.delta_loss:+.3f} nats")
         chosen = skip(len(anatomy.stream), choices[0].blocks)
+        scoring = int((~halves(corpus)).sum())
+        best = min(choices, key=lambda choice: choice.kl)
+        if best.kl < choices[0].kl:
+            print(f"  {best.name} costs less there; {choices[0].name} is written, --schedule writes another choice")
+        if scoring < FEW:
+            print(f"  that half has {scoring} sequence{plural(scoring)}: below {FEW}, small differences are chance")
     inputs = corpus.inputs[:2].to(model.device)
     difference = write_pruned(anatomy, chosen, out, inputs, model.source, trust_remote_code)
     pruned = load(out, device=str(model.device), trust_remote_code=trust_remote_code)

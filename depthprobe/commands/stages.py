@@ -34,7 +34,7 @@ from depthprobe.commands.options import (
 
 def stages(
     checkpoint: Spec,
-    limit: Annotated[int, typer.Option(help="Stop at so many stages.")] = 1,
+    limit: Annotated[int, typer.Option(help="Stop at so many stages; where so few will do, D(κ) is a bound.")] = 1,
     combine: Annotated[
         str, typer.Option(help="How merged blocks run: sum, mean, attention-first, branch-sum; auto fits the norms.")
     ] = "auto",
@@ -61,9 +61,9 @@ def stages(
     """Count how few sequential stages a language model needs.
 
     Step by step, two neighbouring stages are merged or a block is dropped, whichever costs least on one half of the
-    sequences; the other half scores what was chosen. The curve of stages against cost goes to stages.csv, with the
-    schedule at each point; D(κ) is the fewest stages whose KL from the whole model is at most κ of the KL to the
-    corpus's unigram.
+    sequences; the other half, of other documents where there are several, scores what was chosen. The curve of stages
+    against cost goes to stages.csv, with the schedule at each point; D(κ) is the fewest stages whose KL from the whole
+    model is at most κ of the KL to the corpus's unigram.
 
     Example: `depthprobe stages gpt2 --tokens 4096`
     """

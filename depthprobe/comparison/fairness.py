@@ -114,7 +114,14 @@ def _changed(run: Run) -> str | None:
         return None
     share = merging.get("score_positions")
     scored = f", {share:.0%} scored" if isinstance(share, float) and share < 1 else ""
-    return f"{merging.get('sequences')} × {merging.get('tokens')}{scored}"
+    text = "" if merging.get("sha256") in (None, run.report.corpus["sha256"]) else f" of {merging.get('corpus')}"
+    return f"{merging.get('sequences')} × {merging.get('tokens')}{text}{scored}"
+
+
+def _cost(run: Run) -> str | None:
+    """What a changed model costs, where ρ was measured: a masked model's cost is a KL only if a mask is known."""
+    cost = (run.report.merging.get("rho") or {}).get("cost")
+    return cost and {"kl": "KL", "state_distance": "distance of the last states"}.get(cost, str(cost))
 
 
 def _estimated(run: Run) -> str | None:
@@ -168,7 +175,8 @@ _FACTS: tuple[tuple[str, Callable[[Run], Any], str], ...] = (
         lambda run: f"the first {run.report.corpus['skip_first']}",
         "Position 0 may have a norm of 100 times the others'.",
     ),
-    ("Models changed on different amounts of text", _changed, "Their costs and ρ differ in precision."),
+    ("Models changed on different texts", _changed, "Their costs and ρ differ in precision, or in the text."),
+    ("Costs of changes of different kinds", _cost, "ρ does not compare, and is left out."),
     ("Depth counted in different units", _counted, "Estimates of it do not compare."),
     ("Depth estimated on different texts", _estimated, "Estimates differ in precision, or in the text."),
     (

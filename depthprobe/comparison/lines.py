@@ -137,6 +137,8 @@ def differences(lines: Sequence[Line], levels: Sequence[Level]) -> pd.DataFrame:
         for a, b in pairs:
             first, second = ([known[place] for place in line.places] for line in (a, b))
             shared = [key for key in first[0] if all(key in each for each in (*first, *second))]
+            costs = {(run.report.merging.get("rho") or {}).get("cost") for run in (*a.runs, *b.runs)}
+            shared = [key for key in shared if len(costs) == 1 or not key[0].startswith("rho")]
             rows += [_row(a, b, key, [x[key] for x in first], [x[key] for x in second], level.words) for key in shared]
     return pd.DataFrame(rows, columns=list(DIFFERENCE_COLUMNS)).astype(DIFFERENCE_COLUMNS)
 

@@ -90,7 +90,9 @@ def _of_model(report: Report, val_loss: float | None) -> list[tuple[str, str, An
 
 def _loss(report: Report) -> Any:
     """Of the unchanged model on the report's text: what the sweep found, or the gradients, or the lens on x_L."""
-    sources = [report.merging.get("base_loss")]
+    merging = report.merging
+    other = merging.get("sha256") not in (None, report.corpus["sha256"])  # of changed models on a text of their own
+    sources = [None if other else merging.get("base_loss")]
     if not report.gradients.get("fresh"):
         sources.append(report.gradients.get("loss"))
     rows = report.layers[(report.layers["metric"] == "lens_loss") & (report.layers["layer"] == report.model["blocks"])]

@@ -14,12 +14,16 @@ from torch import Tensor
 
 from depthprobe.ablations.schedule import Part, Unit
 from depthprobe.corpus import Corpus
+from depthprobe.depth.gate import FEWEST
 from depthprobe.errors import NonFiniteError, UsageError
 from depthprobe.estimate import Interval, Resampler
 from depthprobe.verify import Anatomy
 
 __all__ = [
     "COLUMNS",
+    "QUICK_LEN",
+    "SEQ_LEN",
+    "SPREAD",
     "Depth",
     "DepthSettings",
     "Estimate",
@@ -31,6 +35,7 @@ __all__ = [
     "refuse_carried",
     "resampler",
     "row",
+    "shortened",
     "units_of",
 ]
 
@@ -40,6 +45,9 @@ UnitKind = Literal["block", "sublayer"]
 
 COLUMNS = ("name", "unit", "variant", "value", "ci_low", "ci_high", "of", "passes_gate", "note")
 TOKENS_AT_ONCE = 2048
+SEQ_LEN = 128  # more and shorter sequences than elsewhere, since the interval is over them
+QUICK_LEN = 32  # the same of the few tokens that `analyze` has for it
+SPREAD = 4  # the text that sequences are taken from is so much longer, so that they are of more documents
 _PARTS: dict[str, Part] = {"attention": "a", "mlp": "m"}
 
 
@@ -100,6 +108,7 @@ class Depth:
         value, ci_low, ci_high: with its 95 % interval over sequences; NaN bounds where one sequence is all there is.
         of: N, how many units the model has.
         note: what a reader should know of this number, empty if nothing.
+        clusters: how many documents, or sequences, the interval is over; None for those of the corpus.
     """
 
     name: str
@@ -110,6 +119,7 @@ class Depth:
     ci_high: float
     of: int
     note: str = ""
+    clusters: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +155,9 @@ class Estimate:
         raise KeyError((name, variant))
 
 
-def row(name: str, unit: str, variant: str, interval: Interval, of: int, note: str = "") -> Depth:
+def row(
+    name: str, unit: str, variant: str, interval: Interval, of: int, note: str = "", clusters: int | None = None
+) -> Depth:
     """A row from a value with its interval.
 
     Raises:
@@ -153,12 +165,25 @@ def row(name: str, unit: str, variant: str, interval: Interval, of: int, note: s
     """
     if not np.isfinite(interval.value):
         raise NonFiniteError(f"{name} ({unit}{', ' + variant if variant else ''}) is not finite", "a finite depth")
-    return Depth(name, unit, variant, interval.value, interval.low, interval.high, of, note)
+    return Depth(name, unit, variant, interval.value, interval.low, interval.high, of, note, clusters)
 
 
 def resampler(corpus: Corpus, settings: DepthSettings) -> Resampler:
     """The bootstrap over the corpus's sequences, or documents."""
     return Resampler(corpus.sequences, corpus.documents, settings.seed)
+
+
+def shortened(corpus: Corpus, tokens: int, seq_len: int = SEQ_LEN) -> Corpus:
+    """About `tokens` tokens in evenly spread sequences, those of text cut to `seq_len`; an encoder's last one stays.
+
+    Ids and states that were given as sequences are taken whole: a part of an image or of a task is another input. If
+    they are long these are more tokens than asked for: two sequences at least, and as many as the gate needs where
+    those have no more than `SPREAD` times the tokens.
+    """
+    if corpus.cuttable:
+        return corpus.cut(seq_len).spread(tokens)
+    least = max(2, min(FEWEST, SPREAD * tokens // corpus.tokens))
+    return corpus.spread(max(tokens, least * corpus.tokens))
 
 
 def units_of(anatomy: Anatomy, unit: str) -> tuple[Unit, ...]:

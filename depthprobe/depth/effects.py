@@ -23,6 +23,7 @@ from depthprobe.corpus import Corpus
 from depthprobe.depth.base import DepthSettings, Estimate, Floats, Progress, batches, bytes_of_sequence, resampler
 from depthprobe.depth.paths import Taken, Walk, block_skips
 from depthprobe.errors import UsageError
+from depthprobe.fingerprint import digest
 from depthprobe.probes.base import key_rng, wide
 from depthprobe.processes import dealt
 from depthprobe.verify import Anatomy
@@ -46,7 +47,7 @@ class Skips:
     Attributes:
         unit: `block` or `sublayer`.
         count: N.
-        sha256: of the corpus.
+        ids: a hash of the sequences, which parts of one text do not share.
         changes: (`all tokens` or `later tokens`, `mean` or `p95`) → relative change of a later unit's update,
             `[sequences, N (N − 1) / 2]`, by skipped unit, then by later unit.
         output: `all tokens` and `later tokens` → ‖p' − p‖₂ of the predicted probabilities, mean over tokens,
@@ -59,7 +60,7 @@ class Skips:
 
     unit: str
     count: int
-    sha256: str
+    ids: str
     changes: Columns
     output: dict[str, Floats]
     cost: tuple[str, Floats]
@@ -73,8 +74,8 @@ class Skips:
         Raises:
             UsageError: it is not.
         """
-        if (self.unit, self.sha256) != (unit, corpus.sha256):
-            raise UsageError(f"the skip runs are of unit {self.unit}", f"unit {unit} and the same corpus")
+        if (self.unit, self.ids) != (unit, digest(corpus.inputs)):
+            raise UsageError(f"the skip runs are of unit {self.unit}", f"unit {unit} and the same sequences")
         return self
 
 
@@ -170,17 +171,18 @@ def run_skips(
             out = _Output(walk, taken, scored)
             cuts = _cuts(indices, corpus.tokens, settings.seed).to(taken.last.device)
             place = torch.arange(corpus.tokens, device=taken.last.device)
-            keep = {ALL: (place >= settings.skip_first).expand(len(indices), -1), LATER: place >= cuts[:, None]}
+            late, kept = place >= cuts[:, None], (place >= settings.skip_first).expand(len(indices), -1)
+            keep = {ALL: kept, LATER: late & kept}
             start = 0
             for skipped in range(count):
                 stop = start + count - 1 - skipped
                 for kind in kinds:
-                    x, found = _without(walk, taken, skipped, None if kind == ALL else ~keep[LATER])
+                    x, found = _without(walk, taken, skipped, None if kind == ALL else ~late)
                     for offset, change in enumerate(found):
                         mean, high = over_tokens(change, keep[kind])
                         changes[kind, "mean"][indices, start + offset] = mean
                         changes[kind, "p95"][indices, start + offset] = high
-                    away, price = out.compare(x, None if kind == ALL else keep[LATER])
+                    away, price = out.compare(x, None if kind == ALL else late)
                     output[kind][indices, skipped] = away
                     if kind == ALL:
                         cost[indices, skipped] = price
@@ -191,7 +193,7 @@ def run_skips(
     readouts = 1 + len(kinds) * count
     notes.append(f"Skip runs took {evaluations:.1f} forward passes of the blocks and {readouts} readouts.")
     named = "kl" if scores(anatomy) else "state_distance"
-    return Skips(unit, count, corpus.sha256, changes, output, (named, cost), evaluations, readouts, notes)
+    return Skips(unit, count, digest(corpus.inputs), changes, output, (named, cost), evaluations, readouts, notes)
 
 
 def _why(anatomy: Anatomy) -> str:

@@ -154,7 +154,7 @@ class RanStep:
             self.z = combine(step, module, x.detach(), frozen)
         else:
             y = leaf_of(_total(step, module, x.detach(), frozen))
-            self.norm = y, module.get_submodule(last.norm)(y)
+            self.norm = y, last.normed(module, y)
             self.z = self.norm[1].detach()
 
     def pull(self, cotangent: Tensor, alphas: tuple[Tensor, ...] | None = None) -> Pulled:
@@ -200,8 +200,7 @@ def _total(step: Step, module: nn.Module, x: Tensor, updates: tuple[Tensor, ...]
 def combine(step: Step, module: nn.Module, x: Tensor, updates: tuple[Tensor, ...]) -> Tensor:
     """N(S x + Σ u), `[1, tokens, width]` as x and every u."""
     total = _total(step, module, x, updates)
-    norm = step.branches[-1].norm if step.branches else None
-    return total if norm is None else module.get_submodule(norm)(total)
+    return step.branches[-1].normed(module, total) if step.branches else total
 
 
 def leaf_of(x: Tensor) -> Tensor:

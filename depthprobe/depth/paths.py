@@ -59,7 +59,8 @@ class Frozen:
         width, dtype = y.shape[-1], y.dtype
 
         def apply(v: Tensor) -> Tensor:
-            return norm(v.to(dtype)).float()
+            found: Tensor = norm(v.to(dtype))
+            return found.float().to(v.device)
 
         like = y.new_ones((1, 2, width)).float()  # two positions: a norm over positions refuses a single one
         shift = apply(0 * like)[:, :1]
@@ -233,7 +234,7 @@ class Walk:
                 frozen = None
                 if branch.norm is not None:
                     norm = module.get_submodule(branch.norm)
-                    frozen, total = Frozen.of(norm, total), norm(total)
+                    frozen, total = Frozen.of(norm, total), branch.normed(module, total)
                 pairs.append((branch, frozen))
             if self.units[len(paths)].part:
                 found.reads.extend(self.stream.inherit(state, visit.z) if state is not x else x for state in states)
@@ -285,7 +286,7 @@ class Walk:
         path = taken.paths[index]
         branch = path.branches[0][0]
         total = branch.skip(path.module, x) + u
-        return total if branch.norm is None else path.module.get_submodule(branch.norm)(total)
+        return branch.normed(path.module, total)
 
     def places(self, block: int) -> list[int]:
         """The indices of a block's units."""

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from depthprobe.corpus import Corpus
+from depthprobe.corpus import Corpus, halves
 from depthprobe.depth.base import DepthSettings, Floats, Progress, batches, bytes_of_sequence
 from depthprobe.depth.ridge import Ridge, best_penalty
 from depthprobe.errors import NonFiniteError, UsageError
@@ -27,7 +27,7 @@ from depthprobe.probes.base import key_rng
 from depthprobe.processes import dealt, paced
 from depthprobe.verify import Anatomy
 
-__all__ = ["TARGETS", "Kept", "Readable", "Watcher", "check", "halves", "readable", "run", "score"]
+__all__ = ["TARGETS", "Kept", "Readable", "Watcher", "check", "readable", "run", "score"]
 
 Ints = NDArray[np.int64]
 
@@ -213,24 +213,6 @@ def score(kept: Kept, anatomy: Anatomy, corpus: Corpus, settings: DepthSettings,
         firsts.append(first)
     whole = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=_COLUMNS)
     return Readable(whole, pd.DataFrame(firsts) if firsts else empty, tuple(notes))
-
-
-def halves(corpus: Corpus) -> NDArray[np.bool_]:
-    """Which sequences are fitted on, `[sequences]`: about half of them, a document whole; every second of one document.
-
-    The longest documents are dealt out first, each to the half that has less.
-    """
-    owners = np.arange(corpus.sequences) if corpus.documents is None else corpus.documents
-    names, counts = np.unique(owners, return_counts=True)
-    if len(names) < 2:
-        owners = names = np.arange(corpus.sequences)
-        counts = np.ones(corpus.sequences, dtype=np.int64)
-    taken, sizes = [], [0, 0]
-    for place in np.argsort(-counts, kind="stable"):
-        half = int(sizes[1] < sizes[0])
-        sizes[half] += int(counts[place])
-        taken += [names[place]] if half == 0 else []
-    return np.isin(owners, taken)
 
 
 def _labels(kept: Kept, anatomy: Anatomy, corpus: Corpus, settings: DepthSettings) -> tuple[dict[str, Ints], list[str]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from depthprobe.ablations.curve import staging_frame
 from depthprobe.ablations.run import SweepSettings
 from depthprobe.ablations.staging import KAPPAS, find_stages
-from depthprobe.corpus import Corpus
-from depthprobe.depth.base import DepthSettings, Estimate, Progress, row, units_of
+from depthprobe.corpus import Corpus, halves
+from depthprobe.depth.base import DepthSettings, Estimate, Progress, resampler, row, units_of
 from depthprobe.processes import batches_in_all
 from depthprobe.verify import Anatomy
 
@@ -56,13 +56,22 @@ def stages(
         anatomy, corpus, limit=limit, settings=sweeps, progress=progress, units=units, kappas=tuple(kappas)
     )
     step = sweeps.sequences_at_once(anatomy, corpus)
-    choose, score = -(-corpus.sequences // 2), corpus.sequences // 2
-    chunks = batches_in_all(choose, step) + batches_in_all(score, step)
+    first = halves(corpus)  # as the search deals them
+    chunks = sum(batches_in_all(int(half.sum()), step) for half in (first, ~first))
+    clusters = resampler(corpus.take(~first), settings).clusters
     note = f"combined by {found.combine}" if anatomy.post_ln else ""
-    rows = [row("stages", unit, f"{100 * k:g}%", interval, found.units, note) for k, interval in found.depth.items()]
+    rows = [
+        row("stages", unit, f"{100 * k:g}%", interval, found.units, _said(note, found.at_most(k)), clusters)
+        for k, interval in found.depth.items()
+    ]
     cost = found.evaluations / (chunks * len(anatomy.stream))
     notes = [
         f"Stages of {unit}s were searched so: {found.searched}. {found.sequences} sequences scored, the others chose.",
         f"Stages took {cost:.0f} forward passes of the blocks.",
     ]
     return Estimate(rows, curves={"stages": staging_frame(found)}, cost_forward=cost, notes=notes)
+
+
+def _said(note: str, bound: bool) -> str:
+    """The note of a row, with a word on a value that is a bound only."""
+    return "; ".join(filter(None, (note, "at most: no fewer were tried" if bound else "")))

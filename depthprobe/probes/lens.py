@@ -62,7 +62,8 @@ class Lens:
         return np.sort(key_rng(batch.seed, sequence, 1 << 20).permutation(eligible)[: self.each])
 
     def _chunk(self, batch: Batch, rows: slice) -> None:
-        ids = batch.entry.inputs[self.rows[rows, 0]]
+        where = self.rows.device  # that of the states, which need not be where the ids are
+        ids = batch.entry.inputs.to(where)[self.rows[rows, 0]]
         some = self.positions[rows]
         inputs = ids.gather(1, some)  # the tail looks at the shape of its input only
         readout = batch.reader.stream.readout

@@ -52,7 +52,7 @@ class Layer:
     def of(cls, x: Tensor, bounds: tuple[int, ...]) -> Layer:
         """From centred tokens `[tokens, width]`."""
         moment = torch.stack([part.T @ part for part in _parts(x, bounds)])
-        return cls(x, torch.linalg.vecdot(x, x), bounds, _sums(x, bounds), moment)
+        return cls(x, _squares(x), bounds, _sums(x, bounds), moment)
 
     @cached_property
     def hsic(self) -> Tensor:
@@ -84,7 +84,7 @@ class Pair:
     def of(cls, a: Layer, b: Layer) -> Pair:
         """Join two layers of the same tokens."""
         update = b.x - a.x
-        small = torch.linalg.vecdot(update, update)
+        small = _squares(update)
         sign = 1 if small.sum(dtype=torch.float64) <= b.square.sum(dtype=torch.float64) else -1
         target, square = (update, (small, b.square)) if sign == 1 else (b.x, (b.square, small))
         parts = zip(_parts(a.x, a.bounds), _parts(target, a.bounds), strict=True)
@@ -140,7 +140,8 @@ def _hsic(a: Layer, b: Layer, moment: Tensor) -> Tensor:
 
     joint = sums(a.square * b.square)
     ones_a, ones_b = (x * x).sum(1) - sums(a.square), (y * y).sum(1) - sums(b.square)
-    ones = across - (weighted(a.square, b.x) * y).sum(1) - (weighted(b.square, a.x) * x).sum(1) + joint
+    first = (weighted(a.square, b.x) * y).sum(1)
+    ones = across - first - (first if a is b else (weighted(b.square, a.x) * x).sum(1)) + joint
     value = energy - joint + ones_a * ones_b / ((n - 1) * (n - 2)) - 2 / (n - 2) * ones
     return value / (n * (n - 3))
 
@@ -166,9 +167,9 @@ def linearity(layer: int, pair: Pair, sequences: int) -> Iterator[Pooled]:
     groups = len(a.bounds) - 1
     errors, totals = torch.zeros(2, groups, dtype=torch.float64), torch.zeros(2, groups, dtype=torch.float64)
     counts = torch.tensor(np.diff(a.bounds), dtype=torch.float64)
-    shift = _sums(target, a.bounds)
+    shift = pair.b.total - a.total if sign == 1 else pair.b.total
     energy = [_sums(square, a.bounds) for square in pair.square]
-    whole, joined, eye = a.moment.sum(0), across.sum(0), torch.eye(a.x.shape[1], dtype=torch.float64)
+    whole, joined = a.moment.sum(0), across.sum(0)
     for fold in range(FOLDS):
         within = np.flatnonzero(folds(groups) == fold)
         held = slice(within[0], within[-1] + 1)
@@ -179,14 +180,15 @@ def linearity(layer: int, pair: Pair, sequences: int) -> Iterator[Pooled]:
         goal = (joined - across[held].sum(0)).double().addr_(mean, centre, alpha=-n).float()
         ridge = RIDGE * float(square.diagonal().mean()) + 1e-300
         square.diagonal().add_(ridge)
-        # A⁻¹ = RᵀR, R the inverse of A's Cholesky factor: two products with R take less time than A⁻¹ itself.
-        root = torch.linalg.solve_triangular(torch.linalg.cholesky(square), eye, upper=False).float()
-        turned = torch.addmm(root @ -mean.float(), a.x[rows], root.T)
-        missed = torch.addmm(target[rows] - centre.float(), turned, root @ goal, alpha=-1)
+        # A = CCᵀ, and for a token A⁻¹x is C⁻ᵀ(C⁻¹x): solving with C takes less time than inverting either.
+        root = torch.linalg.cholesky(square).float()
+        turned = torch.linalg.solve_triangular(root.T, a.x[rows] - mean.float(), upper=True, left=False)
+        weights = torch.linalg.solve_triangular(root, goal, upper=False)
+        missed = torch.addmm(target[rows] - centre.float(), turned, weights, alpha=-1)
         inside = tuple(bound - rows.start for bound in a.bounds[held.start : held.stop + 1])
-        errors[0, held] = _sums(torch.linalg.vecdot(missed, missed), inside)
-        missed.addmm_(turned, root, alpha=sign * ridge)
-        errors[1, held] = _sums(torch.linalg.vecdot(missed, missed), inside)
+        errors[0, held] = _sums(_squares(missed), inside)
+        missed.add_(torch.linalg.solve_triangular(root, turned, upper=False, left=False), alpha=sign * ridge)
+        errors[1, held] = _sums(_squares(missed), inside)
         # Σ‖t − c‖² = Σ‖t‖² − 2⟨c, Σt⟩ + n‖c‖², where c is small, since the tokens of all groups are centred.
         both = (shift, centre), (shift + sign * a.total, centre + sign * mean)
         for k, (sums, c) in enumerate(both):
@@ -201,6 +203,11 @@ def linearity(layer: int, pair: Pair, sequences: int) -> Iterator[Pooled]:
 def _sums(values: Tensor, bounds: tuple[int, ...]) -> Tensor:
     """Of each group's tokens, in float64: `[tokens, …]` to `[groups, …]`."""
     return torch.stack([part.sum(dim=0, dtype=torch.float64) for part in _parts(values, bounds)])
+
+
+def _squares(x: Tensor) -> Tensor:
+    """‖x‖² of each token, without a copy of all products."""
+    return torch.linalg.vector_norm(x, dim=1).square()
 
 
 def _parts(values: Tensor, bounds: tuple[int, ...]) -> list[Tensor]:

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from depthprobe.estimate import Interval, PerSequence, jackknife
 from depthprobe.processes import collected, count, summed
 from depthprobe.stream import Stream
 
-__all__ = ["BEFORE", "NORM", "POOLED", "Key", "Weights", "groups_that_fit"]
+__all__ = ["BEFORE", "NORM", "POOLED", "Key", "Weights", "groups_that_fit", "sequence_groups"]
 
 NORM, POOLED = "weight_gradient_norm", "weight_gradient_norm_pooled"
 BEFORE = -1  # layer of a weight that x_0 depends on; one that is also read after the last block counts as such
@@ -30,13 +31,22 @@ class Weights:
     Args:
         stream: the model.
         means: where each sequence's norms go, unless no loss reaches the weight in any sequence.
-        groups: of sequences, whose gradients are summed apart, for a jackknife; 1 for no interval, 0 for no sums.
+        groups: of each sequence, `[sequences]`: those of a group are summed apart, for a jackknife (`sequence_groups`).
+            A single group leaves no interval, None no sums.
         offset: added to the index of a sequence, for the several models of one table.
         start: index of the first sequence that this process sees.
     """
 
-    def __init__(self, stream: Stream, means: PerSequence, groups: int = 0, offset: int = 0, start: int = 0) -> None:
-        self.means, self.groups, self.offset, self.start = means, groups, offset, start
+    def __init__(
+        self,
+        stream: Stream,
+        means: PerSequence,
+        groups: NDArray[np.int64] | None = None,
+        offset: int = 0,
+        start: int = 0,
+    ) -> None:
+        self.means, self.offset, self.start = means, offset, start
+        self.group_of, self.groups = groups, 0 if groups is None else int(groups.max()) + 1
         named = [_floating(module) for module in stream.blocks.modules]
         times = Counter(id(p) for block in named for _, p in block)
         self.blocks = [[p for _, p in block] for block in named]
@@ -52,7 +62,7 @@ class Weights:
         self._held: dict[int, Tensor] = {}
         self._norms: dict[int, Tensor] = {}
         self._sums: dict[int, Tensor] = {}
-        self._counts = np.zeros(max(groups, 1), dtype=np.int64)
+        self._counts = np.zeros(max(self.groups, 1), dtype=np.int64)
         self._sequences: list[int] = []
 
     def take(self, weights: Sequence[Tensor], gradients: Sequence[Tensor | None], door: bool = False) -> None:
@@ -113,7 +123,7 @@ class Weights:
             self._sums[key][self._group()] += gradient
 
     def _group(self) -> int:
-        return (self.start + len(self._sequences)) % max(self.groups, 1)
+        return 0 if self.group_of is None else int(self.group_of[self.start + len(self._sequences)])
 
     def _exchange(self) -> None:
         """Take over what other processes of this run saw."""
@@ -139,6 +149,30 @@ def groups_that_fit(model: nn.Module, sequences: int, memory: int, most: int = 1
     """How many groups' gradient sums `memory` bytes hold; at most one a sequence."""
     size = sum(p.numel() * max(p.element_size(), 4) for _, p in _floating(model))
     return min(most, sequences, memory // max(size, 1))
+
+
+def sequence_groups(sequences: int, most: int, documents: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
+    """Which group each sequence is in, `[sequences]`, from 0; None where `most` leaves no group.
+
+    Groups hold whole documents, so that a jackknife over them sees how documents differ: the longest first, each to
+    the group that has least. Of one document, or where none is known, sequences go round.
+
+    Args:
+        sequences: how many there are.
+        most: groups, of which there are no more than documents.
+        documents: the document of each sequence, None where unknown.
+    """
+    if most < 1:
+        return None
+    owners = np.zeros(sequences, np.int64) if documents is None else np.unique(documents, return_inverse=True)[1]
+    sizes = np.bincount(owners)
+    if len(sizes) < 2:
+        return np.arange(sequences) % most
+    group_of, held = np.zeros_like(sizes), np.zeros(min(most, len(sizes)), dtype=np.int64)
+    for document in np.argsort(-sizes, kind="stable"):
+        group_of[document] = held.argmin()
+        held[group_of[document]] += sizes[document]
+    return group_of[owners]
 
 
 def _floating(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

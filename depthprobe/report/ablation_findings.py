@@ -163,11 +163,13 @@ def _proxies(report: Report) -> Finding | None:
     if not known:
         return None
     best = max(known, key=lambda row: row["value"])
-    low, _ = ends(best)
+    low, high = ends(best)
     if low > _TRUSTED:
         verdict = f"the whole interval is above {_TRUSTED}, so its order is close to the measured one on this model"
     elif low > 0:
         verdict = "it goes with the cost, but its order is not the measured one: no substitute"
+    elif high < 0:
+        verdict = "it orders them the wrong way round"
     else:
         verdict = "not told apart from no relation, so it cannot stand in for the measurement"
     text = (

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from depthprobe.report.compare_schema import Comparison
 from depthprobe.report.gradient_panels import PlainLog
 from depthprobe.report.panels import Theme, finish
-from depthprobe.report.tables import number, visible
+from depthprobe.report.tables import number, shortened, visible
 
 __all__ = ["COMPARE_PANELS", "DRAWN", "ComparePanel", "alt_text", "available", "curves", "draw"]
 
@@ -105,8 +105,7 @@ def _line(ax: Axes, name: str, place: int, rows: pd.DataFrame, theme: Theme) -> 
     palette = [*theme.lines, *sns.color_palette("colorblind", DRAWN).as_hex()[4:]]
     colour, x = palette[place % len(palette)], rows["relative_depth"].to_numpy()
     dashes = ("-", (0, (4, 1.5)), (0, (1.5, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
-    shown = visible(name)
-    short = shown if len(shown) <= 28 else f"{shown[:13]}…{shown[-14:]}"
+    short = shortened(name, 28)
     short = f" {short}" if short.startswith("_") else short  # which would keep it out of the legend
     ax.plot(x, rows["value"], color=colour, label=short.replace("$", r"\$"), linewidth=1.6,
             linestyle=dashes[place % len(dashes)], marker=_MARKERS[place % len(_MARKERS)],

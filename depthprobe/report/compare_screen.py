@@ -10,7 +10,7 @@ from rich.text import Text
 
 from depthprobe.report.compare_schema import Comparison
 from depthprobe.report.compare_tables import headline, model_rows, scalars, tally, verdict_rows
-from depthprobe.report.tables import visible
+from depthprobe.report.tables import shortened, visible
 
 __all__ = ["show_comparison"]
 
@@ -87,5 +87,4 @@ def _verdict(comparison: Comparison) -> tuple[Text, list[str]]:
 
 
 def _short(name: str) -> str:
-    text = visible(name)
-    return text if len(text) <= _NAME else f"{text[: _NAME - 1]}…"
+    return shortened(name, _NAME)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from depthprobe.glossary import METRICS
 from depthprobe.report.compare_schema import Comparison
 from depthprobe.report.tables import number, with_interval
 
@@ -154,13 +155,21 @@ def difference_tables(comparison: Comparison) -> list[dict[str, Any]]:
         rows = shown[shown["method"].str.startswith(f"{level['words']}; ")]
         for (a, b), part in rows.groupby(["a", "b"], sort=False):
             part = part.assign(value=part["difference"])
-            cells = [
-                {**{str(key): value for key, value in row.items()}, "shown": with_interval(row), "apart": _apart(row)}
-                for row in part.to_dict("records")
-            ]
+            passed = [line["gate"] for line in comparison.lines if line["name"] in (a, b)]
+            cells = [_difference(row, passed) for row in part.to_dict("records")]
             found.append({"a": a, "b": b, "level": level["words"], "rows": cells,
                           "apart": sum(cell["apart"] for cell in cells)})  # fmt: skip
     return found
+
+
+def _difference(row: Any, passed: list[list[list[str]]]) -> dict[str, Any]:
+    """A row of differences.csv in words; an estimate of depth that does not pass the gate is a diagnostic alone."""
+    named = METRICS.get(str(row["metric"]).partition(" ")[0])
+    failed = named is not None and named.table == "depth" and not all(
+        [row["metric"], row["unit"]] in gate for gate in passed
+    )  # fmt: skip
+    shown = f"{with_interval(row)}{', does not pass the gate' if failed else ''}"
+    return {**{str(key): value for key, value in row.items()}, "shown": shown, "apart": not failed and _apart(row)}
 
 
 def _apart(row: Any) -> bool:

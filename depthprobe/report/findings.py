@@ -285,15 +285,19 @@ def _precision(report: Report) -> Finding | None:
 def _few(report: Report) -> Finding | None:
     if (documents := report.corpus.get("documents") or FEW) < FEW:
         text = f"Every interval rests on only {documents} documents: with fewer than {FEW} it tends to be too narrow."
-        return Finding("Few documents", text)
+        fewer = 0 if report.ablations.empty else int(report.merging.get("clusters") or 0)
+        more = f"Those of changed models rest on {fewer} of them." if 0 < fewer < documents else ""
+        return Finding("Few documents", text.replace("only", "at most", 1) if more else text, more)
     count = report.corpus["sequences"]
-    changed = count if report.ablations.empty else sequences(report)
+    run = count if report.ablations.empty else sequences(report)
+    changed = run if report.ablations.empty else int(report.merging.get("clusters") or run)
+    what = "documents" if changed < run else "sequences"
     if count >= FEW and changed >= FEW:
         return None
     if count >= FEW:  # the terminal says so beside the changes
-        what = f"only {changed} sequences" if changed > 1 else "one sequence only, and have none"
+        basis = f"only {changed} {what}" if changed > 1 else "one sequence only, and have none"
         text = (
-            f"The intervals of skips, merges and other changes rest on {what}: fewer than {FEW} tend to be too narrow."
+            f"The intervals of skips, merges and other changes rest on {basis}: fewer than {FEW} tend to be too narrow."
         )
         return Finding("Few sequences", text, short="")
     text = f"Every interval rests on only {count} sequences: with fewer than {FEW} it tends to be too narrow."

@@ -89,19 +89,16 @@ def weight_table(report: Report) -> WeightTable | None:
     own = inside[inside["metric"] == _WEIGHT]
     if own.empty:
         return None
-    kinds = []
+    kinds, first, last = [], int(own["layer"].min()), int(own["layer"].max())
     for unit, group in own.groupby("unit", sort=False):
         values = _by_layer(group)
         pooled = _by_layer(inside[(inside["metric"] != _WEIGHT) & (inside["unit"] == unit)])
-        low, high = min(values), max(values)
-        kinds.append((str(unit), number(values[low]), number(median(values.values())), number(values[high]),
-                      _over(values, low, high), _over(pooled, low, high)))  # fmt: skip
+        ends = [number(values[layer]) if layer in values else "–" for layer in (first, last)]
+        kinds.append((str(unit), ends[0], number(median(values.values())), ends[1],
+                      _over(values, first, last), _over(pooled, first, last)))  # fmt: skip
     outside = rows[(rows["metric"] == _WEIGHT) & ~rows.index.isin(own.index)]
     named = tuple((str(row["unit"]), with_interval(row)) for _, row in outside.iterrows())
-    layers = own["layer"]
-    return WeightTable(
-        int(layers.min()), int(layers.max()), tuple(kinds[:_MOST]), named[:_MOST], max(0, len(kinds) - _MOST)
-    )
+    return WeightTable(first, last, tuple(kinds[:_MOST]), named[:_MOST], max(0, len(kinds) - _MOST))
 
 
 def facts(report: Report) -> list[tuple[str, str]]:

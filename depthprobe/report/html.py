@@ -52,6 +52,7 @@ def environment() -> jinja2.Environment:
     environment.filters["share"] = tables.with_interval
     environment.filters["formula"] = _subscripts
     environment.filters["visible"] = tables.visible
+    environment.filters["shortened"] = tables.shortened
     return environment
 
 

@@ -50,12 +50,12 @@ def _from(found: dict[str, Any]) -> str:
     low, high = ends(row)
     within = f" ({_between(int(low), int(high))})" if np.isfinite(low) and low < high else ""
     if state == 0:
-        return f"{token} can be read to 90 % of its best from x_0 already: no block makes that much easier"
+        return f"{token} can be read with 90 % of the best state's gain from x_0 already: no block makes it much easier"
     if state == last:
-        return f"{token} can be read to 90 % of its best from the last state only, x_{state}{within}"
+        return f"{token} can be read with 90 % of the best state's gain from x_{state} alone, the last{within}"
     return (
-        f"{token} can first be read to 90 % of its best at x_{state}{within}: blocks before still compute it, those "
-        "after refine it"
+        f"{token} can first be read with 90 % of the best state's gain at "
+        f"x_{state}{within}: blocks before still compute it, those after refine it"
     )
 
 

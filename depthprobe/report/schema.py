@@ -106,17 +106,18 @@ class Report:
             does not apply), metric, value, ci_low, ci_high, n (sequences); no rows where no model was changed.
         merging: rho (cost, layers, median, slope, or None), proxies (proxy, cost, blocks, value, ci_low, ci_high),
             base_loss (with interval, or None), later (columns and rows: what a skip does to later blocks' updates; only
-            from `analyze`), sequences, tokens, score_positions, evaluations, plain_evaluations, seconds, notes, fetched
-            (as in cost); empty where no model was changed.
+            from `analyze`), sequences, tokens, clusters (documents or sequences that intervals are over),
+            score_positions, evaluations, plain_evaluations, seconds, notes, fetched (as in cost); empty where no model
+            was changed.
         gradients: cotangents, loss, ratio, ratio_median, ratio_random (the gradient at x_1 over that at x_L; value,
-            ci_low, ci_high, or None), bottom (1; 0 for a single block), fresh (seeds), sequences, tokens, corpus,
-            sha256, skip_first, seconds, notes; empty where none were taken.
+            ci_low, ci_high, or None), bottom (1; 0 for a single block), fresh (seeds), sequences, clusters, tokens,
+            corpus, sha256, skip_first, seconds, notes; empty where none were taken.
         depth: the rows of `depth.csv`: name, unit, variant (empty for the default), value, ci_low, ci_high, of (N),
             passes_gate, note; no rows where effective depth was not estimated.
         deep: what stands beside them: estimators (one dict each: name, unit, does, misses, forward, backward, seconds),
             gate (name, variant, passed, reason), controls (control, name, unit, variant, value, ci_low, ci_high, of),
             curves (name of the estimator and of the curve, such as `stages/stages` → columns and rows), sequences,
-            tokens, corpus, sha256, skip_first, seconds, notes; empty where effective depth was not estimated.
+            clusters, tokens, corpus, sha256, skip_first, seconds, notes; empty where effective depth was not estimated.
         phases: phases of computation: clusters of layers, and what can be read from each state; empty where these
             were not looked for.
     """

@@ -99,14 +99,16 @@ REPORT_SHAPES: dict[str, Any] = {
         "rho?": Maybe({"layers?": Maybe([{"layer": COUNT, **_INTERVAL}]), "median?": Maybe(_INTERVAL),
                        "slope?": Maybe(_INTERVAL)}),
         "base_loss?": Maybe(_INTERVAL), "later?": Maybe(_EFFECTS), "sequences?": Maybe(COUNT), "tokens?": Maybe(COUNT),
-        "score_positions?": Maybe(NUMBER), "notes?": [TEXT], "fetched?": Maybe(_FETCHED),
+        "score_positions?": Maybe(NUMBER), "notes?": [TEXT], "fetched?": Maybe(_FETCHED), "clusters?": Maybe(COUNT),
     },
     "gradients": {
         "fresh?": Maybe([ANY]), "sequences?": COUNT, "loss?": Maybe(_INTERVAL), "ratio?": Maybe(_INTERVAL),
         "ratio_median?": Maybe(_INTERVAL), "ratio_random?": Maybe(_INTERVAL), "notes?": [TEXT],
+        "clusters?": Maybe(COUNT),
     },
     "deep": {
         "unit?": TEXT, "sequences?": COUNT, "tokens?": COUNT, "corpus?": TEXT, "seconds?": NUMBER, "notes?": [TEXT],
+        "clusters?": Maybe(COUNT),
         "estimators?": [{"name": TEXT, "metrics": [{"name": TEXT, "does": TEXT, "misses": TEXT}],
                          "forward": Maybe(NUMBER), "backward": Maybe(NUMBER), "seconds": NUMBER, "reason": TEXT}],
         "gate?": [{**_ROW, "passed": FLAG, "reason": TEXT}],

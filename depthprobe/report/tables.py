@@ -26,6 +26,7 @@ __all__ = [
     "pair_matrix",
     "placements",
     "ranges",
+    "shortened",
     "skipped_rows",
     "units_of",
     "visible",
@@ -218,3 +219,10 @@ def metrics_used(report: Report) -> set[str]:
     tables = (report.layers, report.pairs, report.ablations)
     depth = set(report.depth["name"])
     return {metric for table in tables for metric in table["metric"]} | growth | rho | depth
+
+
+def shortened(name: object, most: int = 28) -> str:
+    """A name of at most so many characters, without its middle: checkpoints of one run differ at the end."""
+    shown = visible(name)
+    keep = most - 1
+    return shown if len(shown) <= most else f"{shown[: keep // 2]}…{shown[-(keep - keep // 2) :]}"
