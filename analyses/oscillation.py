@@ -67,7 +67,7 @@ def matrices(model: nn.Module) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def shift(arm: str, blocks: int, seed: int) -> list[tuple[float]]:
-    """‖Δx_L‖/‖x_L‖ of the median token, position 0 apart, under noise on every matrix and embedding."""
+    """‖Δx_L‖/‖x_L‖ of the median token, position 0 apart, under noise on every matrix of the blocks."""
     torch.set_num_threads(1)
     config = LabConfig(
         vocab_size=len(byte_tokenizer()),
@@ -146,7 +146,8 @@ def sentences(table: pd.DataFrame, sizes: pd.DataFrame, shifts: pd.DataFrame) ->
     )
     depths = ", ".join(map(str, sorted(shifts["blocks"].unique())))
     lines.append(
-        f"- Shift of the last state under noise of {100 * NOISE:g} % on every matrix, power of L over {depths} "
+        f"- Shift of the last state under noise of {100 * NOISE:g} % on every matrix of the blocks, power of L over "
+        f"{depths} "
         f"({shifts['seed'].nunique()} initialisations; in relative size √L would be ½): {powers}; at 12 blocks "
         + ", ".join(
             f"{arm} {study.span(over_seeds(study.arm(shifts, arm=arm, blocks=12)['shift'].to_numpy()))}"

@@ -62,8 +62,8 @@ def run(options: argparse.Namespace) -> None:
     table = runs.collect(options.results, [*jobs, *trained], options, "Confirming")
     models = [*runs.again(chosen, "confirm", SEEDS), *trained]
     by_key = {(job.arm, job.seed): job for job in models}
-    path = options.results.with_name(NORM_FILE)
-    study.collect(path, COLUMNS, list(by_key), lambda *key: judged(by_key[key], options.work))
+    path, ended = options.results.with_name(NORM_FILE), runs.ends(beside) | runs.ends(table)
+    study.collect(path, COLUMNS, list(by_key), lambda *key: judged(by_key[key], options.work, ended.get(by_key[key])))
     initial = [
         (f"{arm}{'-' if suffix else ''}{suffix}", 100 + seed)
         for suffix in WORDS for arm in ("pre", "post") for seed in range(INITIAL_SEEDS)
@@ -81,12 +81,12 @@ def criteria() -> list[Criterion]:
     return [each for each in CRITERIA if each.claim in ("R1", "R2", "M1")]
 
 
-def judged(run: Run, work: Path) -> list[tuple[str, str, float, float]]:
+def judged(run: Run, work: Path, test: float | None) -> list[tuple[str, str, float, float]]:
     """The number of each criterion, on a trained model; nan where the report does not have it.
 
     R1's exponent is there however well a power law fits, as in `growth.py`.
     """
-    runs.ensure(run, work)
+    runs.ensure(run, work, test)
     torch.set_num_threads(1)
     report = analyze(
         work / run.name, tokens=METRIC_TOKENS, ablations=False, gradient_tokens=0, depth_tokens=0, lens_positions=0,
@@ -317,7 +317,8 @@ def at_equal_settings(table: pd.DataFrame, beside: pd.DataFrame) -> str:
     apart = there["dev"] - there["dev_pre"]
     at = study.arm(rows["admin"], lr=best["pre"]["lr"])
     ends = sorted(float(each["lr"]) for each in best.values())
-    between = rows["admin"]["lr"].between(*ends, inclusive="neither").sum()
+    tried = rows["admin"]["lr"].drop_duplicates()
+    between = tried.between(*ends, inclusive="neither").sum()
     rates = " and ".join(f"{best[arm]['lr']:g}" for arm in ("admin", "pre"))
     said = (
         f"At equal settings up to Admin's best learning rate (dev, seed 0, {len(there)} of the grid's points) Admin "

@@ -72,6 +72,10 @@ texts = ["\n\n".join(part for part in text.split("\n\n") if words(part) not in a
 texts = sorted((text for text in texts if text), key=lambda text: hashlib.sha256(text.encode()).digest())
 train_texts, held_out = texts[len(texts) // 20 :], texts[: len(texts) // 20]  # by hash: as good as drawn by lot
 raw = END.join(train_texts).encode()
+seen = {words(part) for text in train_texts for part in text.split("\n\n")}
+checked = [words(part) for text in held_out for part in text.split("\n\n")]
+twice = [part for part in checked if part in seen]
+share = sum(map(len, twice)) / sum(map(len, checked))
 
 # ----------------------------------------------------------------------------------------------------- the tokenizer
 
@@ -219,7 +223,9 @@ embeddings, {parameters:,} parameters, float32 ({size:,} bytes), with its own by
 | validation: a held-out part of the training material | {held.numel():,} | {final:.3f} | {entropy(held):.3f} |
 | the analysis share of the manual | {analysis.inputs.numel():,} | {foreign:.3f} | {entropy(analysis.inputs):.3f} |
 
-Neither was trained on. The unigram entropy is that of the tokens' own frequencies: no unigram can do better on them.
+Neither was trained on, but for {len(twice)} of the {len(checked)} paragraphs of the validation text, \
+{share:.1%} of its characters, which other docstrings repeat. The unigram entropy is that of the tokens' own \
+frequencies: no unigram can do better on them.
 
 - Command: `{command}`, {spent / 60:.0f} minutes.
 - Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}.

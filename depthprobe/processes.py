@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -85,6 +85,13 @@ class Processes:
             dist.all_reduce(values)
             values /= self.count
         return values
+
+    def share(self, tensors: Iterable[Tensor]) -> None:
+        """Give all processes the first one's, in place."""
+        import torch.distributed as dist
+
+        for tensor in tensors if self.count > 1 else ():
+            dist.broadcast(tensor, 0)
 
     def generators_kept(self) -> AbstractContextManager[None]:
         """What is drawn inside leaves torch's random numbers for what comes after as they were."""

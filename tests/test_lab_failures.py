@@ -23,9 +23,11 @@ from transformers import AutoTokenizer
 
 from depthprobe.errors import CorpusError, DepthprobeError, OutputError, UsageError
 from depthprobe.lab import LabConfig, TrainSettings, train
+from depthprobe.lab.byte_tokens import byte_tokenizer
 from depthprobe.lab.outcome import diverged, stuck
 from depthprobe.lab.runlog import Log
 from depthprobe.lab.text import read_text
+from depthprobe.processes import Processes
 
 
 @pytest.fixture(scope="module")
@@ -270,3 +272,36 @@ def test_folders_that_are_taken(tmp_path: Path) -> None:
     (tmp_path / "odd" / "run.json").write_text("[1]")
     with pytest.raises(OutputError, match="not the record of a run"):
         run(tmp_path / "odd", resume=True)
+
+
+def test_a_text_made_for_the_other_kind_of_prediction(tmp_path: Path) -> None:
+    """Every position of a bidirectional model sees itself: it would be asked for what it is given."""
+    plain, hidden = byte_tokenizer(positions=16), byte_tokenizer(masked=True, positions=16)
+    for causal, tokenizer, objective in ((False, plain, "causal"), (True, hidden, "masked")):
+        text = read_text([TEXT], tokenizer, seq_len=16, objective=objective)
+        wanted = "causal" if causal else "masked"
+        with pytest.raises(UsageError, match=f"made for {objective} prediction, and the model's is {wanted}"):
+            train(tiny(causal=causal), SMALL, tmp_path / "out", text)
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_finished_run_has_no_other_checkpoints(tmp_path: Path) -> None:
+    run(tmp_path, steps=10, save_at=(0, 4))
+    run(tmp_path, steps=10, save_at=(4,), resume=True)
+    with pytest.raises(UsageError, match=r"--save-at 6, and the run in .* is past it"):
+        run(tmp_path, steps=10, save_at=(4, 6), resume=True)
+
+
+def test_a_process_without_a_sequence_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DistributedDataParallel waits for all processes where it is called first, and one may have nothing to check."""
+    called: list[bool] = []
+
+    def wrap(self: Processes, model: nn.Module) -> nn.Module:
+        model.train()
+        outer = nn.Module()
+        outer.forward = lambda **given: called.append(model.training) or model(**given)  # type: ignore[method-assign]
+        return outer
+
+    monkeypatch.setattr(Processes, "wrap", wrap)
+    run(tmp_path, steps=3, warmup=0)
+    assert called == [True] * 3, "no validation among them"

@@ -97,7 +97,10 @@ class LabConfig(PretrainedConfig):
 
     @property
     def final_norm(self) -> bool:
-        """Whether a norm stands before the head: where the stream is not normalised already, but for none."""
+        """Whether a norm stands before the head: where the stream is not normalised already, but for none.
+
+        Nor after post-LN pairs of whole blocks, whose sum of two normalised states is not.
+        """
         return self.placement in ("pre", "branch", "sandwich")
 
     @property

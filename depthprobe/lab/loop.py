@@ -115,7 +115,7 @@ class Loop:
         for place, (ids, labels) in enumerate(parts):
             last = place == len(parts) - 1
             with nullcontext() if last or self.processes.count == 1 else self.wrapped.no_sync():
-                loss = self._loss(ids, labels) / len(parts)
+                loss = self._loss(self.wrapped, ids, labels) / len(parts)
                 loss.backward()
             total += loss.detach()
         norm = nn.utils.clip_grad_norm_(self.weights, settings.clip or torch.inf)
@@ -132,22 +132,26 @@ class Loop:
         chunks = (part[mine].to(processes.device, non_blocking=True).split(size) for part in (ids, labels))
         return list(zip(*chunks, strict=True))
 
-    def _loss(self, ids: Tensor, labels: Tensor) -> Tensor:
+    def _loss(self, model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
         if self.settings.dtype == "float32":
-            loss: Tensor = self.wrapped(input_ids=ids, labels=labels).loss
+            loss: Tensor = model(input_ids=ids, labels=labels).loss
             return loss
         with torch.autocast(self.processes.device.type, torch.bfloat16):
-            loss = self.wrapped(input_ids=ids, labels=labels).loss
+            loss = model(input_ids=ids, labels=labels).loss
         return loss
 
     @torch.no_grad()
     def validate(self) -> float:
-        """The mean loss over the validation sequences, nats a predicted token."""
+        """The mean loss over the validation sequences, nats a predicted token.
+
+        Of the model itself: its wrapper waits for the others, and a process without a sequence does not call it.
+        """
         self.model.eval()
+        self.processes.share(self.model.buffers())  # averages of batches are each process's own since the last step
         total = torch.zeros(2, device=self.processes.device)  # of losses, and of sequences
         for ids, labels in zip(*(part.split(self.settings.batch_size) for part in self.checked), strict=True):
             if len(ids) > 0:  # more processes than sequences
-                loss = self._loss(ids, labels).float()
+                loss = self._loss(self.model, ids, labels).float()
                 total += torch.stack([loss * len(ids), torch.full_like(loss, len(ids))])
         self.model.train()
         total = self.processes.mean(total)

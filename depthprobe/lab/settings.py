@@ -27,7 +27,7 @@ class TrainSettings:
         batch_size: sequences of an update, over all processes and all parts of an accumulation.
         seq_len: tokens of a sequence.
         accumulate: parts that the batch of a process goes through the model in, one after the other. The result is
-            the same but for rounding, and for BatchNorm, whose statistics are of one part.
+            the same but for rounding, for BatchNorm, whose statistics are of one part, and for a checkpoint's dropout.
         optimizer: adamw, radam (with decoupled weight decay) or sgd.
         lr: the learning rate after warm-up.
         betas: of adamw and radam.

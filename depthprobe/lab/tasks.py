@@ -185,8 +185,9 @@ class Moves(Task):
     A sequence is a point and a word of k letters; every letter stands for a permutation of the points, the same ones
     in every sequence, drawn once by a seed. At each letter the point is asked for that the letters up to there lead to.
 
-    The permutations generate a group that is far too large for a product of two of them to be remembered, so that a
-    short cut like that of `Products` is out of the reach of a small model.
+    The permutations generate a group that is far too large for a product of many of them to be remembered, but two
+    letters and a point have few answers (4,096 by default), and one block remembers those that it has seen: for k = 2
+    the blocks needed are those that also get words right which were kept out of the training.
 
     Attributes:
         k: letters in a word. At least 2: what is kept for the test would otherwise be moves that were never seen.

@@ -117,7 +117,9 @@ def train(
         torch.manual_seed(settings.seed)
         made, tokenizer, source = _open(model, settings, data, tokenizer, text_field)
         record = _record(model, made, settings, source, processes, command)
-        if (finished := _claim(out, record, resume)) is not None:
+        finished = _claim(out, record, resume)
+        if finished is not None:
+            _check_kept(out, settings, finished.steps - (finished.status == "failed"))
             return finished
         return _run(made, tokenizer, source, settings, out, record, processes, progress)
 
@@ -133,6 +135,8 @@ def _run(
     progress: Callable[[int, int], None] | None,
 ) -> TrainResult:
     state = load_state(out / "state.pt") if (out / "state.pt").exists() else None
+    if state is not None:
+        _check_kept(out, settings, state["step"])
     processes.wait()  # before the first one writes there
     if processes.first:
         write_json(out / "run.json", record)
@@ -217,6 +221,13 @@ def _open(
 def _source(data: Any, tokenizer: Any, settings: TrainSettings, objective: Any, text_field: str) -> Source:
     if hasattr(data, "batch") and hasattr(data, "validation"):
         source: Source = data
+        # Another source than a text has labels for the next token.
+        given = "masked" if isinstance(source, Text) and source.mask is not None else "causal"
+        if given != objective:
+            raise UsageError(
+                f"{source.name} is made for {given} prediction, and the model's is {objective}",
+                fix=f'read_text(…, objective="{objective}"), or the text itself',
+            )
         if source.validation[0].shape[1] != settings.seq_len:
             raise UsageError(f"--seq-len {settings.seq_len}", f"{source.validation[0].shape[1]}, as {source.name} has")
         return source
@@ -300,6 +311,21 @@ def _claim(out: Path, record: dict[str, Any], resume: bool) -> TrainResult | Non
             f"{out} holds a run with another {', '.join(odd)}", "the run that is resumed", "choose another --out"
         )
     return TrainResult(**before["result"], out=out) if "result" in before else None
+
+
+def _check_kept(out: Path, settings: TrainSettings, done: int) -> None:
+    """Refuse checkpoints of steps that a run is past, and that it did not keep.
+
+    Raises:
+        UsageError: one is asked for.
+    """
+    lost = [step for step in settings.save_at if step <= done and not (out / f"step-{step}").exists()]
+    if lost:
+        raise UsageError(
+            f"--save-at {','.join(map(str, lost))}, and the run in {out} is past it and kept none",
+            f"steps after {done:,}, or those that it kept",
+            "train anew into another --out",
+        )
 
 
 def _identity(record: dict[str, Any]) -> dict[str, Any]:
