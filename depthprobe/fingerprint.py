@@ -51,7 +51,10 @@ def _configuration(model: nn.Module) -> Any:
     """What decides which function the weights are of: the same weights with another epsilon are another model."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_diff_dict"):
-        return _settled(config.to_diff_dict())
+        try:
+            return _settled(config.to_diff_dict())
+        except Exception:  # of code of its own, whose class cannot be made without arguments
+            return _settled(config.to_dict())
     if is_dataclass(config) and not isinstance(config, type):
         return _settled(asdict(config))
     return _settled(config) if isinstance(config, dict) else None

@@ -95,3 +95,17 @@ def test_sequences_of_every_kind() -> None:
     kinds = [states, states.bfloat16(), states.half(), torch.arange(6).view(2, 3), torch.arange(6).view(3, 2)]
     assert len({digest(values) for values in kinds}) == len(kinds)
     assert digest(states) == digest(states.clone())
+
+
+def test_a_configuration_that_cannot_be_made_without_arguments() -> None:
+    class Own(LlamaConfig):
+        def to_diff_dict(self) -> dict[str, object]:
+            raise TypeError("__init__() missing 1 required positional argument")
+
+    found = [fingerprint(nn.Linear(3, 3))]
+    for epsilon in (1e-6, 1e-3):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 3)
+        model.config = Own(**SIZES, rms_norm_eps=epsilon)
+        found.append(fingerprint(model))
+    assert len(set(found)) == 3

@@ -135,11 +135,12 @@ def tally(comparison: Comparison) -> str:
 
 
 def how_judged() -> str:
-    """How the verdicts came about, in three sentences."""
+    """How the verdicts came about, in a few sentences."""
     return (
         "A criterion is supported if the whole 95 % interval lies where the claim wants the number, contradicted if "
-        "no part of it does, and undecided otherwise; an effect below 10 % counts as none. Intervals of one model are "
-        "over sequences and say nothing of other training runs; only groups of seeds do. They are not corrected for "
+        "no part of it does, and undecided otherwise; an effect below 10 % counts as none, and an interval over fewer "
+        "than eight documents or sequences decides nothing. Intervals of one model are over sequences and say nothing "
+        "of other training runs; only groups of seeds do. They are not corrected for "
         "how many criteria there are."
     )
 
