@@ -14,6 +14,7 @@ from families import build, ids
 from scipy import stats
 from torch import Tensor, nn
 
+import depthprobe
 from depthprobe import Checkpoint
 from depthprobe.ablation import Ablations, ablate, default_schedules
 from depthprobe.ablations.kinds import KINDS, controls
@@ -224,6 +225,14 @@ class TestDefaults:
 
 
 class TestControls:
+    def test_in_half_precision_it_is_said_what_the_random_vector_is(self) -> None:
+        notes = {
+            dtype: " ".join(depthprobe.ablate(deep("llama", 3).to(dtype), controls(3), ids(3, 12)).merging["notes"])
+            for dtype in (torch.float32, torch.bfloat16)
+        }
+        assert "In bfloat16 the norm of a merge's random vector" in notes[torch.bfloat16]
+        assert "random vector" not in notes[torch.float32]
+
     def test_the_random_vector_has_the_norm_of_what_the_merge_drops(self) -> None:
         """Read at x_{i+2}: the schedules are cut off there. Not the same direction, nor that of other tokens."""
         blocks = 4

@@ -633,11 +633,21 @@ def test_fine_tuning_starts_from_equal_loss(runs: ModuleType, study: ModuleType)
         for lr in (1e-4, 1e-3) for seed in range(1, 6)
     ]  # fmt: skip
     table = pd.DataFrame(rows)
-    (test,) = transfer.primary(table)
+    before = pd.DataFrame(
+        [
+            (arm, "confirm", blocks, "failed" if blocks == 6 else "done")
+            for arm in ("pre", "post")
+            for blocks in (6, 12)
+        ],
+        columns=["arm", "stage", "blocks", "status"],
+    )
+    (test,) = transfer.primary(table, before)
     assert over_seeds(test.values).value == pytest.approx(-0.1)
     assert test.high == pytest.approx(-0.06)
     assert study.verdict(test, study.probability(test)) == "supported"
     assert set(transfer.chosen(table, "pre")["lr"]) == {1e-4}
+    lost = before.assign(status=np.where((before["arm"] == "post") & (before["blocks"] == 12), "failed", "done"))
+    assert "1 of post failed in pretraining" in transfer.primary(table, lost)[0].reason
 
 
 def test_a_small_model_is_fine_tuned_from_the_step_nearest_to_the_level(
