@@ -196,7 +196,9 @@ def _numbers(criterion: Criterion, case: Case) -> list[Interval] | str:
 def _told(run: str, criterion: Criterion, interval: Interval, over: str, few: bool = False) -> _Row:
     """The row of a criterion; `few` where the interval rests on so little that it decides nothing."""
     if few and not math.isnan(interval.low):
-        return _Row(run, criterion, "undecided", f"{over}, of which {FEWEST} are the least", interval)
+        return _Row(
+            run, criterion, "undecided", f"{over}, of which {FEWEST} are the least: more text has more", interval
+        )
     said = judge(interval, criterion.low, criterion.high)
     region = _region(criterion)
     reasons = {

@@ -369,6 +369,14 @@ def test_a_fair_comparison_has_no_warning() -> None:
     assert depthprobe.compare(named(sample(), "a"), named(sample(post=True), "b")).warnings == []
 
 
+def test_too_few_documents_for_a_verdict_are_said() -> None:
+    few, many = named(sample(), "a"), named(sample(), "b")
+    few = replace(few, corpus={**few.corpus, "documents": 2})
+    notes = depthprobe.compare(few, many).notes
+    assert "a: intervals rest on 2 documents, and a verdict needs 8: --tokens reads more." in notes
+    assert not any("rest on" in note for note in depthprobe.compare(many, named(sample(post=True), "c")).notes)
+
+
 def test_other_warnings() -> None:
     shorter = depthprobe.compare(named(sample(), "a"), named(sample(6), "b"))
     assert any("numbers of blocks: 12 (a); 6 (b)" in warning for warning in shorter.warnings)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from depthprobe.comparison.runs import Run
+from depthprobe.depth.gate import FEWEST
+from depthprobe.evidence import clusters
 from depthprobe.report import Report
 
 __all__ = ["missing", "warnings"]
@@ -44,6 +46,11 @@ def missing(runs: Sequence[Run]) -> list[str]:
         if names:
             everyone = len(names) == len(runs) > 1
             found.append(f"No report with {what}." if everyone else f"{_names(names)} without {what}.")
+    few = {run.name: clusters(run.report, "corpus") for run in runs if not run.report.gradients.get("fresh")}
+    few = {name: (count, what) for name, (count, what) in few.items() if count < FEWEST}
+    if few:
+        each = ", ".join(dict.fromkeys(f"{count} {what}" for count, what in few.values()))
+        found.append(f"{_names([*few])}: intervals rest on {each}, and a verdict needs {FEWEST}: --tokens reads more.")
     return found
 
 
