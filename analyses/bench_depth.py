@@ -8,7 +8,6 @@ the machine disturb less; the clock's stands beside it. Peak memory is that of a
 """
 
 import argparse
-import resource
 import statistics
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
+from bench_probes import peak_mib
 from torch import nn
 
 from depthprobe.corpus import Corpus
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     if options.peak:
         BOUNDS[options.peak][0](anatomy, corpus, options.unit)
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+        print(peak_mib() / 1024)
         return
     print(
         f"{options.checkpoint}, {corpus.sequences} × {corpus.tokens} tokens, {options.threads} threads, {options.unit}"
