@@ -33,8 +33,8 @@ from depthprobe import Checkpoint, Report, analyze, load
 from depthprobe.ablation import default_sweep
 from depthprobe.analysis import build_report
 from depthprobe.corpus import Corpus
-from depthprobe.depth.base import DepthSettings
-from depthprobe.effective import QUICK_LEN, shortened, with_effective, with_phases
+from depthprobe.depth.base import QUICK_LEN, DepthSettings, shortened
+from depthprobe.effective import with_effective, with_phases
 from depthprobe.errors import UsageError
 from depthprobe.gradient import GradientSettings, with_gradients
 from depthprobe.measure import Settings, measure

@@ -20,8 +20,8 @@ from depthprobe.ablation import default_sweep
 from depthprobe.anatomy import Block, Branch
 from depthprobe.checkpoint import Checkpoint, load
 from depthprobe.corpus import Corpus
-from depthprobe.depth.base import DepthSettings
-from depthprobe.effective import QUICK_LEN, shortened, with_effective, with_phases
+from depthprobe.depth.base import QUICK_LEN, DepthSettings, shortened
+from depthprobe.effective import with_effective, with_phases
 from depthprobe.errors import UsageError
 from depthprobe.estimate import Resampler
 from depthprobe.fingerprint import fingerprint

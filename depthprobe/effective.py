@@ -15,7 +15,7 @@ from torch import nn
 from depthprobe.checkpoint import Checkpoint
 from depthprobe.controls import TWINS, Held, draws_of, run_controls
 from depthprobe.corpus import Corpus
-from depthprobe.depth.base import COLUMNS, QUICK_LEN, SEQ_LEN, SPREAD, DepthSettings, resampler, shortened, units_of
+from depthprobe.depth.base import COLUMNS, SEQ_LEN, SPREAD, DepthSettings, resampler, shortened, units_of
 from depthprobe.depth.finished import Finished
 from depthprobe.depth.gate import CONTROLS, judge, static_gate
 from depthprobe.depth.phases import phases
@@ -29,9 +29,6 @@ from depthprobe.report.words import FEW
 from depthprobe.verify import Anatomy
 
 __all__ = [
-    "QUICK_LEN",
-    "SEQ_LEN",
-    "SPREAD",
     "Effective",
     "Plan",
     "effective_cost",
@@ -39,7 +36,6 @@ __all__ = [
     "joined",
     "quick",
     "run_effective",
-    "shortened",
     "with_effective",
     "with_phases",
 ]

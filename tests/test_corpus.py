@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from depthprobe.controls import random_tokens
 from depthprobe.corpus import Corpus, manual_topics, read
-from depthprobe.effective import shortened
+from depthprobe.depth.base import shortened
 from depthprobe.errors import CorpusError, UsageError
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 40

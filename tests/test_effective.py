@@ -17,7 +17,7 @@ import depthprobe
 from depthprobe import effective as under_test
 from depthprobe.controls import of_draws, random_init, random_tokens
 from depthprobe.corpus import Corpus, read
-from depthprobe.depth.base import COLUMNS, Depth, DepthSettings
+from depthprobe.depth.base import COLUMNS, SEQ_LEN, Depth, DepthSettings, shortened
 from depthprobe.depth.dependence import dependence
 from depthprobe.depth.gate import Verdict
 from depthprobe.depth.path_elasticity import path_elasticity
@@ -29,7 +29,6 @@ from depthprobe.effective import (
     joined,
     quick,
     run_effective,
-    shortened,
     with_effective,
 )
 from depthprobe.errors import UsageError
@@ -364,9 +363,9 @@ def test_text_is_cut_into_more_and_shorter_sequences() -> None:
     path = Path(__file__).resolve().parents[1] / "data" / "gpt2-manual"
     checkpoint = depthprobe.load(path)
     given = {"tokens": 2048, "max_positions": checkpoint.max_positions}
-    corpus = read(None, checkpoint.tokenizer, **given, usual_len=under_test.SEQ_LEN)
+    corpus = read(None, checkpoint.tokenizer, **given, usual_len=SEQ_LEN)
     assert (corpus.sequences, corpus.tokens) == (16, 128)
-    assert read(None, checkpoint.tokenizer, **given, seq_len=64, usual_len=under_test.SEQ_LEN).tokens == 64
+    assert read(None, checkpoint.tokenizer, **given, seq_len=64, usual_len=SEQ_LEN).tokens == 64
     found = effective_depth(path, tokens=512, estimators=["crossing"], controls=[])
     assert (found.details["sequences"], found.details["tokens"]) == (4, 128)
 

@@ -25,6 +25,16 @@ def runs() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def test_what_one_block_remembers_is_that_of_the_table() -> None:
+    """All answers together are a third each after one letter, two and three; no share is above 1."""
+    least = [
+        3 * float(run["accuracy_all"]) - 1 - float(run["accuracy"])
+        for run in runs() if (run["task"], run["k"], run["blocks"]) == ("moves", "3", "1")
+    ]  # fmt: skip
+    text = (DATA / "known-depth" / "README.md").read_text()
+    assert f"at least {min(least):.2f} to {max(least):.2f} of the answers after two letters" in text
+
+
 def test_there_are_some_of_both_placements() -> None:
     assert {path.name for path in LEAST} == {"pre", "post"}
     assert len(LEAST) >= 6

@@ -109,16 +109,13 @@ def depth(
     if out is not None:
         told(partial(check_writable, out))
 
-    from depthprobe.depth.base import DepthSettings, units_of
+    from depthprobe.depth.base import SEQ_LEN, SPREAD, DepthSettings, shortened, units_of
     from depthprobe.effective import (
         PARTS,
-        SEQ_LEN,
-        SPREAD,
         Plan,
         effective_cost,
         joined,
         run_effective,
-        shortened,
         with_phases,
     )
     from depthprobe.offload import allowed, refuse_offloaded

@@ -163,7 +163,8 @@ def _differentiated(report: Report, work: _Work) -> Report:
 
 
 def _estimated(report: Report, work: _Work) -> Report:
-    from depthprobe.effective import PARTS, QUICK_LEN, effective_cost, quick, shortened, with_effective
+    from depthprobe.depth.base import QUICK_LEN, shortened
+    from depthprobe.effective import PARTS, effective_cost, quick, with_effective
     from depthprobe.progress import Bar, say
 
     part, blocks = shortened(work.corpus, work.asked.depth_tokens, QUICK_LEN), len(work.anatomy.stream)

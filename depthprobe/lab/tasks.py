@@ -186,7 +186,7 @@ class Moves(Task):
     in every sequence, drawn once by a seed. At each letter the point is asked for that the letters up to there lead to.
 
     The permutations generate a group that is far too large for a product of many of them to be remembered, but two
-    letters and a point have few answers (4,096 by default), and one block remembers those that it has seen: for k = 2
+    letters and a point have few answers (4,096 by default), and one block remembers many that it has seen: for k = 2
     the blocks needed are those that also get words right which were kept out of the training.
 
     Attributes:
